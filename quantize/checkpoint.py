@@ -1,0 +1,195 @@
+"""A Hugging Face folder on disk, opened without loading it: its config, and its tensors one at a time.
+
+Everything that identifies a checkpoint is computed here, over contents rather than over files, so that the same weights in
+other shards have the same digest. Nothing is ever unpickled.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quantize.errors import QuantizeError
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TEMPLATE = "chat_template.jinja"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint. `files` maps each tensor to the safetensors file that holds it."""
+
+    path: Path
+    config: dict[str, Any]
+    files: Mapping[str, Path]
+    _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, path: Path | str, *, quantized_ok: bool = True) -> "Checkpoint":
+        """Raises QuantizeError, one line, for a path that does not exist, is not a checkpoint, holds a truncated file or lacks
+        one, and with `quantized_ok=False` for one that is quantized already."""
+        path = Path(path)
+        if not path.exists():
+            raise QuantizeError(f"{path}: no such path")
+        if not path.is_dir():
+            raise QuantizeError(f"{path}: not a checkpoint; expected a folder with {CONFIG} and safetensors files")
+        config = read_json(path / CONFIG, "not a checkpoint")
+        if not quantized_ok and "quantization_config" in config:
+            method = (config["quantization_config"] or {}).get("quant_method", "an unnamed method")
+            raise QuantizeError(f"{path}: is quantized already ({method}); quantize the original checkpoint instead")
+        return cls(path, config, tensor_files(path))
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(sorted(self.files))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor, memory-mapped where the platform can."""
+        if name not in self.files:
+            raise QuantizeError(f"{self.path}: has no tensor {name}")
+        try:
+            tensor: torch.Tensor = self._handle(self.files[name]).get_tensor(name)
+        except SafetensorError as failure:
+            raise QuantizeError(f"{self.files[name]}: cannot read {name} ({one_line(failure)})") from None
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle(self.files[name]).get_slice(name).get_shape())
+
+    def weights_digest(self, visit: Callable[[str, torch.Tensor], None] | None = None) -> str:
+        """sha256 over all tensors by name: name, dtype, shape, bytes. `visit` sees each tensor on the way, so that a check of
+        the values does not read the disk twice."""
+        digest = hashlib.sha256()
+        for name in self.tensor_names:
+            tensor = self.tensor(name)
+            if visit is not None:
+                visit(name, tensor)
+            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+            digest.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        return digest.hexdigest()
+
+    def tokenizer_digest(self) -> str:
+        """sha256 over the tokenizer's files; the chat template is left out, it has its own."""
+        digest = hashlib.sha256()
+        for name in TOKENIZER_FILES:
+            if (self.path / name).is_file():
+                digest.update(name.encode() + b"\0" + (self.path / name).read_bytes())
+        settings = self._tokenizer_config()
+        settings.pop("chat_template", None)
+        digest.update(json.dumps(settings, sort_keys=True).encode())
+        return digest.hexdigest()
+
+    def chat_template(self) -> str | None:
+        """The template's text, from its own file or from the tokenizer's settings."""
+        file = self.path / TEMPLATE
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = self._tokenizer_config().get("chat_template")
+        return template if template is None or isinstance(template, str) else json.dumps(template, sort_keys=True)
+
+    def chat_template_digest(self) -> str | None:
+        template = self.chat_template()
+        return None if template is None else hashlib.sha256(template.encode()).hexdigest()
+
+    def bytes(self) -> int:
+        """Size of the weight files on disk."""
+        return sum(file.stat().st_size for file in set(self.files.values()))
+
+    def _tokenizer_config(self) -> dict[str, Any]:
+        file = self.path / TOKENIZER_CONFIG
+        return read_json(file, "broken tokenizer settings") if file.is_file() else {}
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._handles:
+            with readable(file):
+                self._handles[file] = safe_open(file, framework="pt")
+        return self._handles[file]
+
+
+def tensor_files(path: Path) -> dict[str, Path]:
+    """Which file holds which tensor. Opens every file once, which is what finds a truncated one."""
+    if (path / INDEX).is_file():
+        weight_map = read_json(path / INDEX, "broken index").get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise QuantizeError(f"{path / INDEX}: has no weight_map; fetch the checkpoint again")
+        names = sorted(set(weight_map.values()))
+    else:
+        names = [SINGLE] if (path / SINGLE).is_file() else sorted(file.name for file in path.glob("*.safetensors"))
+    if not names:
+        pickled = next((file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)), None)
+        instead = (
+            f"only {pickled}, and pickled weights are never read: convert them"
+            if pickled
+            else "fetch the checkpoint again"
+        )
+        raise QuantizeError(f"{path}: not a checkpoint, it has no safetensors file; {instead}")
+    files: dict[str, Path] = {}
+    for name in names:
+        file = path / name
+        if not file.is_file():
+            raise QuantizeError(f"{file}: missing, though {INDEX} names it; fetch the checkpoint again")
+        with readable(file), safe_open(file, framework="pt") as handle:
+            files.update(dict.fromkeys(handle.keys(), file))
+    if (path / INDEX).is_file():
+        lost = sorted(set(weight_map) - set(files))
+        if lost:
+            raise QuantizeError(
+                f"{path / weight_map[lost[0]]}: lacks {lost[0]}, which {INDEX} promises; fetch the checkpoint again"
+            )
+    return files
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as failure:
+        raise QuantizeError(f"{file}: truncated or broken ({one_line(failure)}); fetch it again") from None
+
+
+def read_json(file: Path, otherwise: str) -> dict[str, Any]:
+    """A JSON object from a file; `otherwise` says what it means that there is none."""
+    if not file.is_file():
+        raise QuantizeError(f"{file.parent}: {otherwise}, it has no {file.name}")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as failure:
+        raise QuantizeError(f"{file}: {otherwise}, not valid JSON ({one_line(failure)})") from None
+    if not isinstance(content, dict):
+        raise QuantizeError(f"{file}: {otherwise}, expected a JSON object")
+    return content
+
+
+def refuse_nonfinite(checkpoint: Checkpoint) -> Callable[[str, torch.Tensor], None]:
+    """A visitor for `weights_digest` that names the first tensor with NaN or inf."""
+
+    def visit(name: str, tensor: torch.Tensor) -> None:
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            what = "NaN" if torch.isnan(tensor).any() else "inf"
+            raise QuantizeError(
+                f"{checkpoint.files[name]}: {name} holds {what}; such weights cannot be quantized, repair or fetch them again"
+            )
+
+    return visit
+
+
+def one_line(failure: Exception) -> str:
+    return " ".join(str(failure).split())
