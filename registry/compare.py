@@ -1,0 +1,174 @@
+"""Candidate against baseline: two result folders and a policy in, comparison.json out.
+
+This is the rim around registry.verdict. It reads what was measured, turns it into measurements (accuracy differences
+and perplexity ratios from eval.quality.paired, speed ratios from the interleaved run, exact memory ratios), and refuses
+evidence that does not belong together: what was scored must be what was timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eval.errors import EvalError
+from eval.quality.paired import Flip, TaskComparison, compare_tasks, flips
+from eval.quality.samples import read_samples
+from registry.errors import RegistryError
+from registry.json_files import write_json
+from registry.policy import Policy
+from registry.variant import VariantRecord, quantize_metrics
+from registry.verdict import Check, Interval, Measurement, decide
+
+_DERIVED = (".ratio", ".ratio.low", ".ratio.high", ".baseline")
+
+
+def compare(baseline_dir: Path, candidate_dir: Path, policy: Policy, out: Path | None) -> dict[str, Any]:
+    """Compare two variant folders (each with quality/ and speed/); the document goes to `out`/comparison.json.
+
+    Raises RegistryError where the two were not measured on the same samples, or quality and speed on other weights.
+    """
+    return compare_variants(VariantRecord.read(baseline_dir), VariantRecord.read(candidate_dir), policy, out)
+
+
+def compare_variants(
+    baseline: VariantRecord, candidate: VariantRecord, policy: Policy, out: Path | None
+) -> dict[str, Any]:
+    """`compare` on records, for checkpoints that lie outside their variant folders."""
+    if candidate.quality is None and candidate.speed is None:
+        raise RegistryError(f"{candidate.directory}: neither quality/ nor speed/ was measured; evaluate it first")
+    _same_weights_scored_and_timed(baseline, candidate)
+    tasks, changed = _paired_quality(baseline, candidate, policy.confidence)
+    measurements = [_of_task(task) for task in tasks]
+    measurements += _of_speed_and_memory(baseline, candidate)
+    verdict = decide(policy, measurements, _findings(baseline, candidate))
+    document: dict[str, Any] = {
+        "verdict": verdict.verdict,
+        "reasons": list(verdict.reasons),
+        "checks": [check.to_mapping() for check in verdict.checks],
+        "tasks": [_task_document(task) for task in tasks],
+        "metrics": {name: value for task in tasks for name, value in task_metrics(task).items()},
+        "flips": [asdict(flip) for flip in changed],
+        "baseline": {"name": baseline.name, "identity": dict(baseline.identity)},
+        "candidate": {"name": candidate.name, "identity": dict(candidate.identity)},
+        "policy": policy.to_mapping(),
+    }
+    if out is not None:
+        write_json(out / "comparison.json", document)
+    return document
+
+
+def metric_name(task: TaskComparison) -> str:
+    """The flat name of a task's metric. A perplexity is scored as nll and reported as perplexity."""
+    metric = "perplexity" if task.kind == "perplexity" and task.metric == "nll" else task.metric
+    return f"quality.{task.task}.{metric}"
+
+
+def task_metrics(task: TaskComparison) -> dict[str, float]:
+    """What a comparison adds to MLflow for one task: the difference (or ratio) with its interval, flips, power."""
+    name = metric_name(task)
+    if task.kind == "perplexity":
+        return {f"{name}.ratio": task.ratio, f"{name}.ratio.low": 1 + task.low, f"{name}.ratio.high": 1 + task.high}
+    metrics = {f"{name}.delta": task.delta, f"{name}.delta.low": task.low, f"{name}.delta.high": task.high}
+    metrics |= {f"{name}.gained": float(task.gained), f"{name}.lost": float(task.lost), f"{name}.mde": task.mde}
+    if task.mcnemar_p_holm is not None:
+        metrics[f"{name}.mcnemar_p_holm"] = task.mcnemar_p_holm
+    return metrics
+
+
+def _task_document(task: TaskComparison) -> dict[str, Any]:
+    return {**asdict(task), "name": metric_name(task)}
+
+
+def _paired_quality(
+    baseline: VariantRecord, candidate: VariantRecord, confidence: float
+) -> tuple[list[TaskComparison], list[Flip]]:
+    if candidate.quality is None or baseline.quality is None:
+        if candidate.quality is not None or baseline.quality is not None:
+            missing = baseline if baseline.quality is None else candidate
+            raise RegistryError(
+                f"{missing.directory / 'quality'}: not evaluated, so there is nothing to pair; evaluate it"
+            )
+        return [], []
+    try:
+        before = read_samples(baseline.directory / "quality" / "samples.parquet")
+        after = read_samples(candidate.directory / "quality" / "samples.parquet")
+        return compare_tasks(before, after, confidence), flips(before, after)
+    except EvalError as error:
+        raise RegistryError(f"{candidate.name} against {baseline.name}: {error}") from None
+
+
+def _of_task(task: TaskComparison) -> Measurement:
+    interval = Interval(task.delta, task.low, task.high)
+    ratio = Interval(1 + task.delta, 1 + task.low, 1 + task.high) if task.kind == "perplexity" else None
+    return Measurement(
+        metric_name(task),
+        task.candidate,
+        task.baseline,
+        delta=interval,
+        ratio=ratio,
+        higher_is_better=task.kind == "accuracy",
+        samples=task.samples,
+        samples_needed=task.samples_needed,
+    )
+
+
+def _of_speed_and_memory(baseline: VariantRecord, candidate: VariantRecord) -> list[Measurement]:
+    measured = _numbers(candidate.speed)
+    before = _numbers(baseline.speed)
+    if candidate.manifest is not None:
+        measured = quantize_metrics(candidate.manifest) | measured
+    return [
+        Measurement(name, value, before.get(name), ratio=_ratio(name, measured, before))
+        for name, value in measured.items()
+        if not name.endswith(_DERIVED)
+    ]
+
+
+def _ratio(name: str, measured: Mapping[str, float], before: Mapping[str, float]) -> Interval | None:
+    """The measured ratio; bytes are exact, so theirs may also come from two separate measurements."""
+    ratio = measured.get(f"{name}.ratio")
+    if ratio is not None:
+        return Interval(ratio, measured.get(f"{name}.ratio.low", ratio), measured.get(f"{name}.ratio.high", ratio))
+    if name.startswith("memory.") and before.get(name):
+        return Interval.exact(measured[name] / before[name])
+    return None
+
+
+def _numbers(document: Mapping[str, Any] | None) -> dict[str, float]:
+    return {} if document is None else {name: float(value) for name, value in (document.get("metrics") or {}).items()}
+
+
+def _findings(baseline: VariantRecord, candidate: VariantRecord) -> list[Check]:
+    """Integrity failures forbid a decision; doubts about the speed run are advice, unless it says it is invalid."""
+    findings = []
+    for variant in (baseline, candidate):
+        for name, result in ((variant.quality or {}).get("integrity") or {}).items():
+            if str(result).startswith("fail"):
+                findings.append(
+                    _finding(f"integrity.{name}", True, f"{variant.name}: integrity check {name}: {result}")
+                )
+    for name, result in ((candidate.speed or {}).get("validity") or {}).items():
+        if str(result) != "pass":
+            doubt = f"{candidate.name}: speed validity {name}: {result}"
+            findings.append(_finding(f"validity.{name}", str(result).startswith("fail"), doubt))
+    return findings
+
+
+def _finding(name: str, critical: bool, reason: str) -> Check:
+    return Check(name, "inconclusive", critical, "finding", None, None, None, None, reason)
+
+
+def _same_weights_scored_and_timed(baseline: VariantRecord, candidate: VariantRecord) -> None:
+    if candidate.speed is None:
+        return
+    for variant, side in ((candidate, "candidate"), (baseline, "baseline")):
+        scored = (variant.quality or {}).get("identity") or {}
+        timed = candidate.speed.get(side) or {}
+        for digest in ("weights_digest", "tokenizer_digest"):
+            if scored.get(digest) and timed.get(digest) and scored[digest] != timed[digest]:
+                raise RegistryError(
+                    f"{candidate.directory / 'speed'}: timed the {side} with {digest} {str(timed[digest])[:12]}, but "
+                    f"quality scored {str(scored[digest])[:12]}; measure both on the same checkpoint"
+                )
