@@ -1,0 +1,104 @@
+"""The campaign file: one baseline, some recipes, one suite, one workload, one policy.
+
+    name: demo
+    baseline: smollm2-135m
+    calibration: {samples: 64, sequence_length: 512}
+    variants:
+      int8: {method: int8}
+      gptq: {method: gptq, bits: 4, group_size: 64}
+    suite: core
+    workload: chat
+    policy: default
+
+A recipe's keys are those of `quantgate quantize`; `calibration` holds what all recipes share. Relative paths in
+the file are relative to the file.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from eval.settings_file import line_of, read_settings, read_yaml_mapping
+from quantgate.errors import FrontDoorError
+from quantize.errors import QuantizeError
+from quantize.recipe import Recipe
+
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+BASELINE = "baseline"
+
+
+class SharedCalibration(BaseModel):
+    """Calibration settings of every recipe that does not give its own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    file: Path | None = None
+    samples: int | None = Field(default=None, ge=1)
+    sequence_length: int | None = Field(default=None, ge=2)
+
+
+class Campaign(BaseModel):
+    """A checked campaign file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, StringConstraints(pattern=NAME.pattern)]
+    baseline: str
+    variants: dict[str, dict[str, Any]] = Field(min_length=1)
+    calibration: SharedCalibration = SharedCalibration()
+    suite: str = "core"
+    data_dir: Path | None = None
+    limit: int | None = Field(default=None, ge=1)
+    workload: str = "chat"
+    repeats: int = Field(default=2, ge=1)
+    policy: str = "default"
+    output: Path | None = None
+
+    def folder(self) -> Path:
+        """Where the campaign's results go."""
+        return self.output if self.output is not None else Path("runs") / self.name
+
+    def recipe(self, variant: str) -> Recipe:
+        """A variant's recipe, with the shared calibration settings where it gives none of its own."""
+        shared = self.calibration.model_dump(include={"samples", "sequence_length"}, exclude_none=True)
+        return Recipe.from_mapping(shared | self.variants[variant], where="recipe")
+
+
+def load_campaign(path: Path) -> Campaign:
+    """A campaign file, checked whole: its recipes too, so that a wrong key in the last one fails before the first runs.
+
+    Raises:
+        FrontDoorError: one line with the file, the line and the fix.
+    """
+    campaign = read_settings(path, Campaign, FrontDoorError)
+    tree, _ = read_yaml_mapping(path, FrontDoorError)
+    for name in campaign.variants:
+        line = line_of(tree, ("variants", name))
+        if not NAME.fullmatch(name) or name == BASELINE:
+            raise FrontDoorError(
+                f"{path}:{line}: the variant name {name!r} must be letters, digits, '.', '_' or '-', and not {BASELINE!r}"
+            )
+        try:
+            campaign.recipe(name)
+        except QuantizeError as error:
+            raise FrontDoorError(f"{path}:{line}: variants.{name}: {error}") from None
+    base = path.parent
+    shared = campaign.calibration
+    return campaign.model_copy(
+        update={
+            "baseline": _beside(base, campaign.baseline),
+            "suite": _beside(base, campaign.suite),
+            "workload": _beside(base, campaign.workload),
+            "policy": _beside(base, campaign.policy),
+            "data_dir": base / campaign.data_dir if campaign.data_dir else None,
+            "calibration": shared.model_copy(update={"file": base / shared.file if shared.file else None}),
+        }
+    )
+
+
+def _beside(base: Path, reference: str) -> str:
+    """A reference as seen from the working directory: a file beside the campaign file wins over a built-in name."""
+    beside = base / reference
+    return str(beside) if beside.exists() and reference not in ("", ".") else reference

@@ -1,0 +1,1 @@
+"""The commands, by what they are for: prepare a checkpoint, measure it, decide on it."""

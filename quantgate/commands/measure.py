@@ -1,0 +1,70 @@
+"""Commands that measure one checkpoint, or a pair: `eval` for quality, `speed` for time and memory."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantgate.commands.options import CheckpointArgument, DataDirOption, JsonOption, LimitOption
+from quantgate.screen import Screen
+
+
+def register_measuring_commands(app: typer.Typer) -> None:
+    """Add this file's commands."""
+    app.command("eval")(eval_command)
+    app.command("speed")(speed_command)
+
+
+def eval_command(
+    checkpoint: CheckpointArgument,
+    suite: Annotated[str | None, typer.Option(help="core, standard, smoke or a YAML file; default core.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Task names, comma-separated, in place of a suite.")] = None,
+    data_dir: DataDirOption = None,
+    limit: LimitOption = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Result folder; default: in the cache, by weights digest.")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Measure quality: lm-eval tasks and perplexity on the paged-KV engine, with a record of every sample.
+
+    Example: quantgate eval smollm2-135m --suite core
+
+    Example: quantgate eval smollm2-gptq --tasks piqa,wikitext2 --data-dir data --limit 500
+    """
+    from quantgate.results import evaluate_checkpoint, quality_table
+    from quantgate.source import resolve_checkpoint
+
+    screen = Screen(json_output)
+    with screen.progress() as progress:
+        path = resolve_checkpoint(checkpoint, progress)
+        result = evaluate_checkpoint(
+            path, suite=suite, tasks=task_names(tasks), data_dir=data_dir, limit=limit, out=out, progress=progress
+        )
+    screen.result({"path": str(result.directory), **result.to_mapping()}, quality_table(result), f"evidence: {result.directory}")
+
+
+def speed_command(
+    checkpoint: CheckpointArgument,
+    against: Annotated[str | None, typer.Option(help="The baseline: both run interleaved on the same traffic.")] = None,
+    workload: Annotated[str, typer.Option(help="A workload that ships, or a YAML file.")] = "chat",
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved A B B A rounds.")] = 2,
+    out: Annotated[Path | None, typer.Option("--out", help="Result folder; default: in the cache, by weights digest.")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Measure memory, TTFT, TPOT and tokens/s under a workload; against a baseline, as ratios with intervals.
+
+    Example: quantgate speed smollm2-gptq --against smollm2-135m --workload chat
+    """
+    from quantgate.results import measure_checkpoint, speed_table
+    from quantgate.source import resolve_checkpoint
+
+    screen = Screen(json_output)
+    with screen.progress() as progress:
+        path = resolve_checkpoint(checkpoint, progress)
+        baseline = resolve_checkpoint(against, progress) if against else None
+        result = measure_checkpoint(path, against=baseline, workload=workload, repeats=repeats, out=out, progress=progress)
+    screen.result({"path": str(result.directory), **result.to_mapping()}, speed_table(result), f"evidence: {result.directory}")
+
+
+def task_names(commas: str | None) -> list[str]:
+    """The names in a comma-separated list."""
+    return [name.strip() for name in commas.split(",") if name.strip()] if commas else []

@@ -1,0 +1,17 @@
+"""Arguments and options that several commands share, so that they read the same everywhere."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CKPT", help="A Hugging Face folder, a .gguf file, a hub id, or smollm2-135m.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, everything else on stderr.")]
+DataDirOption = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder with wikitext2/, lambada/, piqa/, gsm8k/ where no hub answers.")
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="At most this many samples per task.")]
+PolicyOption = Annotated[str, typer.Option(help="A policy file, or the name of one that ships.")]
+ActorOption = Annotated[str | None, typer.Option("--as", help="Who acts; default: the login name.")]

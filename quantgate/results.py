@@ -1,0 +1,162 @@
+"""Results of checkpoints named on the command line: measured once, kept in the cache by weights digest, shown as tables."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from eval.quality.run import QualityResult, evaluate
+from eval.speed.run import SpeedResult, measure
+from eval.speed.workload import load_workload
+from quantgate import home
+from quantgate.fetch import Progress
+from quantgate.source import resolve_checkpoint
+from quantize import Checkpoint
+from registry.compare import compare_variants as compare_records
+from registry.policy import load_policy
+from registry.variant import VariantRecord
+from tasks.suites import load_suite
+
+DEFAULT_SUITE = "core"
+SPEED_COLUMNS = ("p50", "p95", "p99", "mean")
+SPEED_METRICS = ("queue_ms", "prefill_ms", "ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
+
+
+def evaluate_checkpoint(
+    checkpoint: Path,
+    *,
+    suite: str | None,
+    tasks: Sequence[str],
+    data_dir: Path | None,
+    limit: int | None,
+    out: Path | None,
+    progress: Progress,
+) -> QualityResult:
+    """Quality of one checkpoint, from the cache where the same measurement stands there."""
+    chosen = load_suite(suite or DEFAULT_SUITE) if suite or not tasks else None
+    what = f"quality-{suite or DEFAULT_SUITE}" if chosen else "quality-" + _short_digest(",".join(tasks))
+    if limit is not None:
+        what += f"-{limit}"
+    return evaluate(
+        checkpoint,
+        suite=chosen,
+        tasks=list(tasks),
+        data_dir=data_dir,
+        limit=limit,
+        out=out or _kept(checkpoint) / what.replace("/", "_"),
+        progress=progress,
+    )
+
+
+def measure_checkpoint(
+    checkpoint: Path, *, against: Path | None, workload: str, repeats: int, out: Path | None, progress: Progress
+) -> SpeedResult:
+    """Speed and memory of one checkpoint, alone or paired, from the cache where the same measurement stands there."""
+    chosen = load_workload(workload)
+    other = _short_digest(str(Checkpoint.open(against).weights_digest())) if against else "alone"
+    return measure(
+        checkpoint,
+        against=against,
+        workload=chosen,
+        out=out or _kept(checkpoint) / f"speed-{chosen.name}-{other}",
+        repeats=repeats,
+        progress=progress,
+    )
+
+
+def compare_variants(
+    baseline: str,
+    candidate: str,
+    *,
+    policy: str,
+    suite: str | None,
+    tasks: Sequence[str],
+    workload: str,
+    data_dir: Path | None,
+    limit: int | None,
+    out: Path | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The comparison of two variants, each a folder with results or a checkpoint that is measured first.
+
+    Speed is measured only where the policy limits it.
+    """
+    rules = load_policy(policy)
+    folders = [Path(reference) for reference in (baseline, candidate)]
+    if all(_holds_results(folder) for folder in folders):
+        records = [VariantRecord.read(folder) for folder in folders]
+    else:
+        paths = [resolve_checkpoint(reference, progress) for reference in (baseline, candidate)]
+        quality = [
+            evaluate_checkpoint(
+                path, suite=suite, tasks=tasks, data_dir=data_dir, limit=limit, out=None, progress=progress
+            )
+            for path in paths
+        ]
+        speed: list[SpeedResult | None] = [None, None]
+        if any(rule.metric.startswith(("speed.", "memory.", "*")) for rule in rules.rules):
+            speed = [
+                measure_checkpoint(path, against=paths[0], workload=workload, repeats=2, out=None, progress=progress)
+                for path in paths
+            ]
+        records = [
+            VariantRecord.of_results(reference, path, scored.directory, timed.directory if timed else None)
+            for reference, path, scored, timed in zip((baseline, candidate), paths, quality, speed, strict=True)
+        ]
+    return compare_records(records[0], records[1], rules, out)
+
+
+def quality_table(result: QualityResult) -> Table:
+    """Every task with its score, standard error and size."""
+    table = Table("task", "metric", "value", "± s.e.", "samples", "chance", title="quality")
+    for task in result.to_mapping()["tasks"]:
+        chance = "" if task.get("chance") is None else f"{task['chance']:.3f}"
+        stderr = "" if task.get("stderr") is None else f"{task['stderr']:.4f}"
+        table.add_row(task["name"], task["metric"], f"{task['value']:.4f}", stderr, str(task["samples"]), chance)
+    return table
+
+
+def speed_table(result: SpeedResult) -> Table:
+    """Latency percentiles, rates and memory, with their ratios where a baseline ran beside."""
+    metrics = result.metrics
+    prefix = f"speed.{result.to_mapping()['workload']['name']}."
+    table = Table("metric", "value", "ratio to the baseline (interval)", title="speed and memory")
+    for name, value in metrics.items():
+        if ".ratio" in name or (name.startswith(prefix) and name.rpartition(".")[2] in ("p90", "max")):
+            continue
+        table.add_row(name, f"{value:,.2f}", _ratio(metrics, name))
+    return table
+
+
+def comparison_tables(comparison: Mapping[str, Any]) -> list[Table | str]:
+    """Every check with its outcome, then the verdict and its reasons."""
+    table = Table("check", "outcome", "critical", "why", title="checks")
+    colours = {"pass": "green", "fail": "red"}
+    for check in comparison["checks"]:
+        colour = colours.get(check["status"], "yellow")
+        table.add_row(
+            check["name"], f"[{colour}]{check['status']}[/]", "yes" if check["critical"] else "advice", check["reason"]
+        )
+    return [table, f"verdict: {comparison['verdict']}", *(f"  {reason}" for reason in comparison["reasons"])]
+
+
+def _ratio(metrics: Mapping[str, float], name: str) -> str:
+    ratio = metrics.get(f"{name}.ratio")
+    if ratio is None:
+        return ""
+    low, high = metrics.get(f"{name}.ratio.low"), metrics.get(f"{name}.ratio.high")
+    return f"{ratio:.3f}" + (f" ({low:.3f} to {high:.3f})" if low is not None and high is not None else "")
+
+
+def _kept(checkpoint: Path) -> Path:
+    return home.results() / str(Checkpoint.open(checkpoint).weights_digest()).removeprefix("sha256:")[:16]
+
+
+def _holds_results(folder: Path) -> bool:
+    return (folder / "quality" / "quality.json").is_file() or (folder / "speed" / "speed.json").is_file()
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

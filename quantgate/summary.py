@@ -1,0 +1,149 @@
+"""The last screen of a campaign: one table and three lines.
+
+Each figure of a candidate stands with its paired difference from the baseline, so that one look says which variant is
+smaller, faster, worse, and what was decided about it and why.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from quantgate.pipeline import CampaignOutcome
+from registry.variant import CampaignRecord, VariantRecord
+
+COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow"}
+NO_FIGURE = "-"
+
+
+def summary_document(outcome: CampaignOutcome) -> dict[str, Any]:
+    """What `quantgate run --json` prints; `metrics` has the flat names of MLflow behind each variant's name."""
+    record = outcome.record
+    return {
+        "campaign": record.name,
+        "directory": str(record.directory),
+        "report": str(outcome.report),
+        "tracking_uri": outcome.tracking_uri,
+        "variants": {
+            variant.name: {
+                "checkpoint": str(variant.checkpoint),
+                "run_id": outcome.runs.get(variant.name),
+                "verdict": variant.verdict,
+                "reasons": list((variant.comparison or {}).get("reasons", [])),
+                "metrics": variant.metrics(),
+            }
+            for variant in record.variants
+        },
+        "metrics": {
+            f"{variant.name}.{name}": value for variant in record.variants for name, value in variant.metrics().items()
+        },
+    }
+
+
+def summary_table(outcome: CampaignOutcome) -> Table:
+    """Variant, bits, bytes, perplexity, task scores with paired differences, TTFT, tokens/s, verdict with its reason."""
+    record = outcome.record
+    tasks = _headline_tasks(record.baseline)
+    table = Table(
+        title=f"{record.name}: {record.model}", caption=_legend(record), pad_edge=False, padding=(0, 1), show_lines=True
+    )
+    table.add_column("variant", style="bold")
+    for column in ("bits", "weights\nMB", *(_short(name) for name in tasks), "TTFT p50\nms", "decode\ntok/s"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict, with its reason", overflow="fold", min_width=24, ratio=1)
+    for variant in record.variants:
+        table.add_row(*_row(variant, tasks))
+    return table
+
+
+def summary_lines(outcome: CampaignOutcome) -> list[str]:
+    """Where to look and how to decide."""
+    record = outcome.record
+    ids = " | ".join(f"{record.name}-{candidate.name}" for candidate in record.candidates)
+    first = record.candidates[0].name
+    return [
+        f"compare the variants:  quantgate ui   (MLflow on http://127.0.0.1:5000, store {outcome.tracking_uri})",
+        f"read the report:       {_shown(outcome.report)}",
+        f"approve or reject:     quantgate release submit {_shown(record.directory)}/variants/{first}, then "
+        f"quantgate release approve|reject {ids}",
+    ]
+
+
+def _row(variant: VariantRecord, tasks: list[str]) -> list[str]:
+    metrics = variant.metrics()
+    cells = [variant.name, _bits(variant), _megabytes(metrics)]
+    cells += [_score(metrics, name) for name in tasks]
+    workload = _workload(variant)
+    cells.append(_with_ratio(metrics, f"speed.{workload}.ttft_ms.p50", ".0f"))
+    cells.append(_with_ratio(metrics, f"speed.{workload}.decode_tokens_per_second", ".0f"))
+    cells.append(_verdict(variant))
+    return cells
+
+
+def _verdict(variant: VariantRecord) -> str:
+    if variant.comparison is None:
+        return "the baseline; its ratios are the noise floor"
+    verdict = str(variant.comparison["verdict"])
+    reasons = [str(reason) for reason in variant.comparison["reasons"]]
+    more = f" (and {len(reasons) - 1} more in the report)" if len(reasons) > 1 else ""
+    return f"[{COLOURS[verdict]}]{verdict}[/]: {reasons[0] if reasons else ''}{more}"
+
+
+def _bits(variant: VariantRecord) -> str:
+    if variant.manifest is None:
+        return "16"
+    sizes = sorted({(module["bits"], module["group_size"]) for module in variant.manifest["modules"]})
+    return "\n".join(f"{bits}" if group == -1 else f"{bits} g{group}" for bits, group in sizes)
+
+
+def _megabytes(metrics: Mapping[str, float]) -> str:
+    return _with_ratio({name: value / 1e6 if not name.endswith("ratio") else value for name, value in metrics.items()},
+                       "memory.weights_bytes", ".0f")
+
+
+def _score(metrics: Mapping[str, float], name: str) -> str:
+    value = metrics.get(name)
+    if value is None:
+        return NO_FIGURE
+    if ".perplexity" in name:
+        return _with_ratio(metrics, name, ".2f")
+    delta = metrics.get(f"{name}.delta")
+    return f"{value * 100:.1f}" + (f"\n{delta * 100:+.1f}" if delta is not None else "")
+
+
+def _with_ratio(metrics: Mapping[str, float], name: str, form: str) -> str:
+    value = metrics.get(name)
+    if value is None:
+        return NO_FIGURE
+    ratio = metrics.get(f"{name}.ratio")
+    return f"{value:{form}}" + (f"\n{ratio:.2f}x" if ratio is not None else "")
+
+
+def _headline_tasks(baseline: VariantRecord) -> list[str]:
+    """One metric per task: perplexities first, then each task's main metric, in the suite's order."""
+    tasks = (baseline.quality or {}).get("tasks", [])
+    names = [str(task["metric_name"]) for task in tasks if task.get("metric_name") in baseline.metrics()]
+    return sorted(names, key=lambda name: ".perplexity" not in name)
+
+
+def _short(name: str) -> str:
+    """A column head: the task without its protocol."""
+    parts = name.split(".")
+    if "perplexity" in name:
+        return "ppl\n" + parts[2]
+    return parts[1].replace("quantgate_", "").replace("_", "\n") + "\n%"
+
+
+def _workload(variant: VariantRecord) -> str:
+    return str(((variant.speed or {}).get("workload") or {}).get("name", ""))
+
+
+def _legend(record: CampaignRecord) -> str:
+    return "second lines: paired difference from the baseline in points, or ratio to it (x)"
+
+
+def _shown(path: Path) -> str:
+    """A path as a person would type it: relative where it lies below the working directory."""
+    absolute = path.resolve()
+    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)

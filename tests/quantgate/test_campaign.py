@@ -1,0 +1,60 @@
+"""The campaign file: checked whole before anything runs."""
+
+from pathlib import Path
+
+import pytest
+
+from quantgate.campaign import load_campaign
+from quantgate.errors import FrontDoorError
+
+GOOD = """\
+name: trial
+baseline: smollm2-135m
+calibration: {samples: 8, sequence_length: 128}
+variants:
+  int8: {method: int8}
+  gptq: {method: gptq, sequence_length: 64}
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "campaign.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_shared_calibration_reaches_every_recipe_that_gives_none_of_its_own(tmp_path: Path) -> None:
+    campaign = load_campaign(written(tmp_path, GOOD))
+    assert (campaign.recipe("int8").samples, campaign.recipe("int8").sequence_length) == (8, 128)
+    assert (campaign.recipe("gptq").samples, campaign.recipe("gptq").sequence_length) == (8, 64)
+    assert campaign.folder() == Path("runs/trial")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line", "said"),
+    [
+        (GOOD + "polcy: strict\n", 7, "did you mean 'policy'?"),
+        (GOOD.replace("{method: int8}", "{method: int8, bitz: 4}"), 5, "bitz"),
+        (GOOD.replace("{method: int8}", "{method: int9}"), 5, "int9"),
+        (GOOD.replace("{method: int8}", "{bits: 8}"), 5, "method: missing"),
+        (GOOD.replace("samples: 8", "sample: 8"), 3, "did you mean 'samples'?"),
+        (GOOD.replace("name: trial", "name: ../trial"), 1, "should match pattern"),
+        (GOOD.replace("  int8:", "  baseline:"), 5, "and not 'baseline'"),
+        (GOOD.replace("  int8:", "  ../x:"), 5, "must be letters"),
+    ],
+)
+def test_a_wrong_key_is_named_with_its_line(tmp_path: Path, wrong: str, line: int, said: str) -> None:
+    path = written(tmp_path, wrong)
+    with pytest.raises(FrontDoorError) as caught:
+        load_campaign(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_are_relative_to_the_campaign_file_and_names_stay_names(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine\n")
+    path = written(tmp_path, GOOD + "policy: mine.yaml\nsuite: core\n")
+    campaign = load_campaign(path)
+    assert campaign.policy == str(tmp_path / "mine.yaml")
+    assert campaign.suite == "core"
