@@ -192,15 +192,19 @@ def _corrected_over_the_family(checks: list[Check], confidence: float) -> list[C
     for (index, _), p_holm in zip(family, holm([p for _, p in family]), strict=True):
         check = replace(checks[index], p_holm=p_holm)
         if check.status == "fail" and p_holm >= level:
-            among = f"not among {len(family)} quality checks (Holm p {p_holm:.3g}, level {level:.3g})"
+            among = f"not among {len(family)} quality checks (Holm {_told(p_holm)}, level {level:.3g})"
             note = f"{check.reason}; it breaks the limit alone, but {among}"
             check = replace(check, status="inconclusive", reason=note)
         elif check.status == "fail":
             check = replace(
-                check, reason=f"{check.reason}; holds among {len(family)} quality checks (Holm p {p_holm:.2g})"
+                check, reason=f"{check.reason}; holds among {len(family)} quality checks (Holm {_told(p_holm)})"
             )
         corrected[index] = check
     return corrected
+
+
+def _told(p_value: float) -> str:
+    return "p < 0.0001" if p_value < 1e-4 else f"p = {p_value:.2g}"
 
 
 def _nodata(rule: Rule) -> Check:
@@ -287,5 +291,5 @@ def _reason(check: Check, measurement: Measurement, confidence: float) -> str:
     if measurement.samples:
         sentence += f", {measurement.samples:,} samples"
     if check.samples_needed is not None and measurement.samples and check.samples_needed > measurement.samples:
-        sentence += f"; about {check.samples_needed:,} would decide"
+        sentence += f"; an equal candidate would need about {check.samples_needed:,}"
     return sentence

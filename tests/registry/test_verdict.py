@@ -36,7 +36,7 @@ def test_an_interval_that_breaks_the_margin_fails_with_its_numbers() -> None:
 def test_an_interval_across_the_margin_is_inconclusive_and_says_how_many_samples_decide() -> None:
     verdict = decide(MARGIN, [accuracy("a", -0.015, -0.035, 0.005, samples_needed=lambda margin: round(80 / margin))])
     assert verdict.verdict == "inconclusive"
-    assert "about 4,000 would decide" in verdict.reasons[0]
+    assert "an equal candidate would need about 4,000" in verdict.reasons[0]
 
 
 def test_one_critical_failure_fails_whatever_the_rest_says() -> None:
