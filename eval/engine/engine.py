@@ -1,0 +1,419 @@
+"""The engine: requests in, tokens and logprobs out.
+
+The one idea: `step` runs one scheduler plan through the model and hands every request what became of its tokens;
+`generate` and `score` are loops around it, so that what is scored and what is timed went the same way.
+"""
+
+import contextlib
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from eval.engine.attention import choose_backend
+from eval.engine.block_pool import BlockPool, root_hash
+from eval.engine.identity import checkpoint_digests, end_of_sequence_ids, model_digest, resolve_kv_dtype
+from eval.engine.kv_cache import KV_DTYPES, allocate_kv, choose_num_blocks
+from eval.engine.model_runner import ModelRunner, StepLogits, probe_geometry
+from eval.engine.outcomes import Completion, Outcome, Score, StepOutput, completion_of, take_samples, take_scores
+from eval.engine.prompts import Prompt, encode, encode_pair
+from eval.engine.request import Request, SamplingParams
+from eval.engine.sampler import sample_each
+from eval.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
+from eval.engine.telemetry import StepRecord, Telemetry
+from eval.errors import EvalError
+from quantize.load import load_model
+from quantize.progress import Progress
+
+ENGINE_VERSION = "0.1.0"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """`num_blocks` None: what `max_num_seqs` requests of `max_model_len` tokens need, within `kv_cache_bytes` (None:
+    see kv_cache.choose_num_blocks). `kv_dtype` None: the model's. `logits_bytes` bounds the logits of one step, and
+    with them how many tokens per step are scored. `attention_backend`: "auto", "native" or "torch"."""
+
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 2048
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    kv_dtype: str | None = None
+    scheduler_policy: str = "fcfs"
+    prefix_caching: bool = True
+    max_prefill_chunk: int | None = None
+    max_model_len: int | None = None
+    logits_bytes: int = 64 * 2**20
+    attention_backend: str = "auto"
+
+
+class Engine:
+    """Owns a model, whose attention it replaces, and a paged KV cache. Not for use by two threads at once."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        digests: dict[str, str | None] | None = None,
+    ):
+        """`digests` may give weights_digest, tokenizer_digest and chat_template_digest; what it lacks is computed
+        from the model or left empty. Raises EvalError for a model that the engine cannot run."""
+        self.config = config = config or EngineConfig()
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.telemetry = Telemetry()
+        self._digests = {"tokenizer_digest": None, "chat_template_digest": None} | (digests or {})
+        weights_digest = self._digests.setdefault("weights_digest", None) or model_digest(model)
+        self._digests["weights_digest"] = weights_digest
+        geometry = probe_geometry(model)
+        text_config = model.config.get_text_config()
+        self._vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self._context: int = config.max_model_len or getattr(text_config, "max_position_embeddings", None) or 2048
+        self._kv_dtype = resolve_kv_dtype(config.kv_dtype, model.dtype)
+        num_blocks = config.num_blocks or choose_num_blocks(
+            geometry,
+            config.block_size,
+            self._kv_dtype,
+            config.max_num_seqs,
+            self._context,
+            model.device,
+            config.kv_cache_bytes,
+        )
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_batched_tokens=config.max_batched_tokens,
+                block_size=config.block_size,
+                max_total_tokens=self._context,
+                max_logit_rows=max(
+                    config.max_num_seqs, config.logits_bytes // (self._vocab_size * model.dtype.itemsize)
+                ),
+                policy=config.scheduler_policy,
+                max_prefill_chunk=config.max_prefill_chunk,
+                prefix_caching=config.prefix_caching,
+            ),
+            self.pool,
+            root_hash(weights_digest, str(self._kv_dtype)),
+        )
+        self._kv = allocate_kv(geometry, num_blocks, config.block_size, self._kv_dtype, model.device)
+        self._block_bytes = geometry.block_bytes(config.block_size, self._kv_dtype)
+        self._runner = ModelRunner(
+            model,
+            self._kv,
+            choose_backend(config.attention_backend, model, self._kv_dtype),
+            config.max_num_seqs,
+            config.max_batched_tokens,
+            self._context,
+        )
+        self._stop_ids = end_of_sequence_ids(model)
+        self._requests: dict[str, Request] = {}
+        self._undelivered: list[StepOutput] = []
+        self._sequence = 0
+        self._step = 0
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        **options: Any,
+    ) -> "Engine":
+        """The engine on a checkpoint folder; `options` are EngineConfig's fields. Raises QuantizeError for a bad
+        checkpoint and EvalError for a bad option, each in one line."""
+        unknown = options.keys() - EngineConfig.__dataclass_fields__.keys()
+        if unknown:
+            raise EvalError(
+                f"unknown engine option {', '.join(sorted(unknown))}: "
+                f"known are device, dtype, {', '.join(EngineConfig.__dataclass_fields__)}"
+            )
+        if dtype != "auto" and dtype not in KV_DTYPES:
+            raise EvalError(f"dtype {dtype!r} is unknown: use auto, {', '.join(KV_DTYPES)}")
+        model = load_model(Path(path), device=device, dtype=None if dtype == "auto" else KV_DTYPES[dtype])
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        return cls(model, tokenizer, EngineConfig(**options), checkpoint_digests(Path(path)))
+
+    # Requests one by one
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        arrival: float | None = None,
+        **labels: str,
+    ) -> str:
+        """Queue a request and give its id. A lower `priority` runs earlier; `arrival` is on time.perf_counter's clock,
+        in seconds; `labels` (trace_id, route_id) go into the telemetry. Raises EvalError, with the numbers, for a
+        request that can never run."""
+        request = self._new_request(self._encode(prompt), params or SamplingParams(), request_id, priority, arrival)
+        request.labels.update(labels)
+        self._submit(request)
+        return request.request_id
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, if it is still there; its blocks are free at once."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, "abort")
+
+    @torch.inference_mode()
+    def step(self) -> list[StepOutput]:
+        """Run one step. One output per request that got a token or ended."""
+        outputs, self._undelivered = self._undelivered, []
+        evictions = self.pool.evictions
+        plan = self.scheduler.schedule()
+        if plan.num_tokens == 0:
+            return outputs
+        started = time.perf_counter()
+        for chunk in plan.prefills:
+            if chunk.request.first_scheduled is None:
+                chunk.request.first_scheduled = started
+        used_blocks = self.pool.num_used
+        active = len(self.scheduler.running)
+        try:
+            result = self._runner.execute(plan)
+            self.scheduler.advance(plan)
+            outputs += [self._settle(outcome) for outcome in self._outcomes(result)]
+        except BaseException as error:
+            # The plan's blocks are named but hold nothing sure: nobody may find them.
+            self.pool.forget_all()
+            for request in list(plan.requests()):
+                if not request.finished:
+                    self._finish(request, "error", f"{type(error).__name__}: {error}")
+                    outputs.append(StepOutput(request.request_id, [], True, "error"))
+            if not isinstance(error, Exception):
+                self._undelivered = outputs
+                raise
+        self._record_step(plan, started, active, used_blocks, self.pool.evictions - evictions)
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Raise EvalError unless every KV block and row is accounted for."""
+        self.scheduler.check_integrity()
+
+    # Many at once
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """Completions in the order of `prompts`. Raises EvalError, before anything runs, when one can never run."""
+        if isinstance(prompts, str):
+            raise EvalError("generate takes a list of prompts: put the one prompt into a list")
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise EvalError(f"generate got {len(prompts)} prompts and {len(each)} sampling parameters")
+        requests = [self._new_request(self._encode(prompt), one) for prompt, one in zip(prompts, each, strict=True)]
+        self._run(requests, "generate", progress)
+        return [completion_of(request, self.tokenizer) for request in requests]
+
+    def score(self, pairs: Sequence[tuple[Prompt, Prompt]], progress: Progress | None = None) -> list[Score]:
+        """Log-likelihood of each continuation after its context. A context must have one token at least: nothing
+        conditions the first token of a text. Raises EvalError for an empty context and for a failed request."""
+        requests = [self._scoring_request(index, *pair) for index, pair in enumerate(pairs)]
+        self._run([request for request in requests if request is not None], "score", progress)
+        scores = []
+        for index, request in enumerate(requests):
+            if request is not None and request.finish_reason == "error":
+                raise EvalError(f"scoring pair {index} failed: {request.error}")
+            scores.append(Score([], True) if request is None else Score(request.scored, request.scored_greedy))
+        return scores
+
+    def score_stream(self, pairs: Sequence[tuple[Prompt, Prompt]]) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Full-vocabulary logprobs, in pieces as they are computed: (pair, offset in its continuation, logprobs
+        [tokens, vocabulary] in float32). A preempted pair never repeats a token."""
+        ready: deque[tuple[int, int, torch.Tensor]] = deque()
+
+        def sink_for(index: int) -> Callable[[int, torch.Tensor], None]:
+            return lambda offset, logits: ready.append((index, offset, logits.float().log_softmax(dim=-1)))
+
+        requests = [self._scoring_request(index, *pair) for index, pair in enumerate(pairs)]
+        live = [request for request in requests if request is not None]
+        for index, request in enumerate(requests):
+            if request is not None:
+                request.logprob_sink = sink_for(index)
+        with self._submitted(live):
+            while any(not request.finished for request in live):
+                self._step_for(live)
+                while ready:
+                    yield ready.popleft()
+        for request in live:
+            if request.finish_reason == "error":
+                raise EvalError(f"scoring failed: {request.error}")
+
+    # What the engine is
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the engine's numbers: two engines of equal identity give equal qualities."""
+        numbers = _numerics(self.model)
+        counts: dict[str, int] = {}
+        for kernel in numbers["kernels"].values():
+            counts[kernel] = counts.get(kernel, 0) + 1
+        return {
+            **self._digests,
+            "compute": numbers["compute"],
+            "dtype": str(numbers["dtype"]).removeprefix("torch."),
+            "kv_dtype": str(self._kv_dtype).removeprefix("torch."),
+            "kernels": counts,
+            "attention_backend": self._runner.backend.name,
+            "engine_version": ENGINE_VERSION,
+            "block_size": self.config.block_size,
+            "max_num_seqs": self.config.max_num_seqs,
+            "max_batched_tokens": self.config.max_batched_tokens,
+            "prefix_caching": self.config.prefix_caching,
+            "scheduler_policy": self.config.scheduler_policy,
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the served weights and of the KV cache as allocated, and what a token takes of it."""
+        return {
+            "weights_bytes": int(_numerics(self.model)["weights_bytes"]),
+            "kv_cache_bytes": self._kv.nbytes,
+            "kv_block_bytes": self._block_bytes,
+            "kv_bytes_per_token": self._block_bytes // self.config.block_size,
+            "kv_blocks": self.pool.num_blocks,
+        }
+
+    # The parts of a step
+
+    def _outcomes(self, result: StepLogits) -> Iterator[Outcome]:
+        if result.sampled:
+            sampled = sample_each(result.logits[: len(result.sampled)], result.sampled, self._stop_ids)
+            self._runner.remember(result.sampled, sampled.token_ids)
+            now = time.perf_counter()
+            yield from take_samples(sampled, result.sampled, self._stop_ids, self.tokenizer, now)
+        yield from take_scores(result)
+
+    def _settle(self, outcome: Outcome) -> StepOutput:
+        request = outcome.request
+        if outcome.reason is not None:
+            self._finish(request, outcome.reason, outcome.error)
+        return StepOutput(request.request_id, outcome.new_token_ids, outcome.reason is not None, outcome.reason)
+
+    def _record_step(self, plan: StepPlan, started: float, active: int, used_blocks: int, evictions: int) -> None:
+        seconds = time.perf_counter() - started
+        contexts = [request.num_computed_tokens for request in plan.requests()]
+        self.telemetry.steps.append(
+            StepRecord(
+                step=self._step,
+                time=time.time(),
+                batch_size=len(contexts),
+                active_sequences=active,
+                waiting_queue=self.scheduler.num_waiting,
+                scheduler_policy=self.config.scheduler_policy,
+                prefill_tokens=plan.prefill_tokens,
+                decode_tokens=len(plan.decodes),
+                step_ms=1e3 * seconds,
+                kv_cache_bytes=used_blocks * self._block_bytes,
+                block_usage=used_blocks / self.pool.num_blocks,
+                eviction_count=evictions,
+                reuse_rate=plan.prefix_hit_tokens / plan.prefix_queried_tokens if plan.prefix_queried_tokens else None,
+                max_context=max(contexts),
+                attention_backend=self._runner.backend.name,
+                tokens_per_second=plan.num_tokens / seconds,
+            )
+        )
+        self._step += 1
+
+    def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
+        self.scheduler.finish(request, reason, error)
+        self._requests.pop(request.request_id, None)
+        self.telemetry.record_request(request, time.perf_counter(), ENGINE_VERSION)
+
+    # Requests and loops
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return encode(prompt, self.tokenizer, self._vocab_size)
+
+    def _new_request(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        arrival: float | None = None,
+    ) -> Request:
+        if any(not 0 <= token_id < self._vocab_size for token_id in params.stop_token_ids):
+            raise EvalError(f"stop_token_ids {params.stop_token_ids} are outside the vocabulary of {self._vocab_size}")
+        if params.stop and self.tokenizer is None:
+            raise EvalError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
+        generation_id = uuid.uuid4().hex
+        return Request(
+            request_id=request_id or generation_id,
+            token_ids=list(token_ids),
+            params=params,
+            priority=priority,
+            arrival=time.perf_counter() if arrival is None else arrival,
+            labels={"generation_id": generation_id},
+        )
+
+    def _scoring_request(self, index: int, context: Prompt, continuation: Prompt) -> Request | None:
+        """None for an empty continuation: there is nothing to compute."""
+        try:
+            context_ids, targets = encode_pair(context, continuation, self.tokenizer, self._vocab_size)
+        except EvalError as error:
+            raise EvalError(f"scoring pair {index}: {error}") from error
+        if not targets:
+            return None
+        request = self._new_request((context_ids + targets)[:-1], SamplingParams())
+        request.targets = targets
+        request.first_scored = len(context_ids) - 1
+        return request
+
+    def _submit(self, request: Request) -> None:
+        if request.request_id in self._requests:
+            raise EvalError(f"request id {request.request_id!r} is already in use")
+        request.sequence = self._sequence
+        self._sequence += 1
+        self.scheduler.add(request)
+        self._requests[request.request_id] = request
+
+    @contextlib.contextmanager
+    def _submitted(self, requests: list[Request]) -> Iterator[None]:
+        """The requests are in the engine; none of them stays there, whatever happens."""
+        try:
+            for request in requests:
+                self._submit(request)
+            yield
+        finally:
+            for request in requests:
+                self.abort(request.request_id)
+
+    def _step_for(self, requests: list[Request]) -> None:
+        """One step, whose outputs of other people's requests wait for the next `step`."""
+        mine = {request.request_id for request in requests}
+        self._undelivered = [output for output in self.step() if output.request_id not in mine]
+
+    def _run(self, requests: list[Request], what: str, progress: Progress | None) -> None:
+        with self._submitted(requests):
+            done = -1
+            while (now_done := sum(request.finished for request in requests)) < len(requests):
+                if progress is not None and now_done != done:
+                    progress(what, now_done, len(requests))
+                done = now_done
+                self._step_for(requests)
+        if progress is not None:
+            progress(what, len(requests), len(requests))
+
+
+def _numerics(model: PreTrainedModel) -> dict[str, Any]:
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
+    return {"compute": "a16", "dtype": model.dtype, "kernels": {}, "weights_bytes": sum(tensors.values())}

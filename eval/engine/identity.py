@@ -1,0 +1,51 @@
+"""What a served model is: its digests, dtypes and end-of-sequence ids.
+
+The one idea: what decides the engine's numbers is read off the model and the checkpoint, never off a file's name.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from eval.engine.kv_cache import KV_DTYPES
+from eval.errors import EvalError
+from quantize.checkpoint import Checkpoint
+
+
+def checkpoint_digests(path: Path) -> dict[str, str | None]:
+    """weights_digest, tokenizer_digest and chat_template_digest of a checkpoint folder."""
+    checkpoint = Checkpoint.open(path)
+    return {
+        "weights_digest": checkpoint.weights_digest(),
+        "tokenizer_digest": checkpoint.tokenizer_digest(),
+        "chat_template_digest": checkpoint.chat_template_digest(),
+    }
+
+
+def model_digest(model: PreTrainedModel) -> str:
+    """sha256 over a model's tensors by name, for a model that came from no checkpoint."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def resolve_kv_dtype(name: str | None, model_dtype: torch.dtype) -> torch.dtype:
+    if name is None:
+        return model_dtype
+    if name not in KV_DTYPES:
+        raise EvalError(f"kv_dtype {name!r} is unknown: use {', '.join(KV_DTYPES)}, or leave it to the model")
+    return KV_DTYPES[name]
+
+
+def end_of_sequence_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The ids that transformers' generate would stop at."""
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        ids: Any = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list | tuple) else [ids])
+    return frozenset()
