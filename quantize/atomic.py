@@ -46,7 +46,7 @@ def atomic_directory(
                 yield partial
                 move_into_place(partial, out)
         except BaseException:
-            if not resumable:
+            if not resumable or (partial.is_dir() and not any(partial.iterdir())):
                 shutil.rmtree(partial, ignore_errors=True)
             raise
     finally:

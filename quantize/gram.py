@@ -1,0 +1,97 @@
+"""Second moments of a linear's inputs, H = XᵀX / tokens in float32: all that gptq and awq need to know about the data.
+
+With H in hand the output error of any candidate weight, ‖WX − ŴX‖² / tokens = tr(Δ H Δᵀ), costs no forward pass, and every
+calibration token counts in it. Linears that read the same tensor (q, k and v) share one H.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+BLOCK = 512
+
+
+class Gram:
+    """Running H of one input tensor. Only blocks on and above the diagonal are summed; `matrix()` mirrors them."""
+
+    def __init__(self, inputs: int, device: torch.device) -> None:
+        self._sum = torch.zeros(inputs, inputs, dtype=torch.float32, device=device)
+        self.tokens = 0
+
+    def add(self, activations: torch.Tensor) -> None:
+        """`activations` [..., K]"""
+        rows = activations.reshape(-1, activations.shape[-1]).float()
+        columns = rows.T
+        for start in range(0, rows.shape[1], BLOCK):
+            stop = start + BLOCK
+            self._sum[start:stop, start:].addmm_(columns[start:stop], rows[:, start:])
+        self.tokens += rows.shape[0]
+
+    def matrix(self) -> torch.Tensor:
+        """H, float32 [K, K], symmetric to the bit."""
+        upper = self._sum.triu() / max(self.tokens, 1)
+        return upper + upper.triu(1).T
+
+
+class InputRecorder:
+    """Watches linears during forward passes and keeps one Gram per distinct input tensor.
+
+    Which linears share an input is seen in the first pass, by the identity of the tensors, and kept for the next ones.
+    """
+
+    def __init__(self, linears: Mapping[str, nn.Linear]) -> None:
+        self._linears = dict(linears)
+        self.leader: dict[str, str] = {}
+        self._grams: dict[str, Gram] = {}
+        self._seen: list[tuple[str, torch.Tensor]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = [linear.register_forward_pre_hook(self._hook(name)) for name, linear in self._linears.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def next_batch(self) -> None:
+        """Forgets the tensors of the last pass (their identity means nothing any more)."""
+        self._seen.clear()
+
+    def grams(self) -> dict[str, torch.Tensor]:
+        """H per linear; linears with the same input get the very same tensor. A linear that never ran is left out."""
+        matrices = {name: gram.matrix() for name, gram in self._grams.items()}
+        return {name: matrices[leader] for name, leader in self.leader.items()}
+
+    def _hook(self, name: str):  # type: ignore[no-untyped-def]
+        def record(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            activations = args[0]
+            if name not in self.leader:
+                twin = next((other for other, tensor in self._seen if tensor is activations), name)
+                self.leader[name] = self.leader.get(twin, twin)
+            self._seen.append((name, activations))
+            if self.leader[name] == name:
+                if name not in self._grams:
+                    self._grams[name] = Gram(activations.shape[-1], activations.device)
+                self._grams[name].add(activations)
+
+        return record
+
+
+def output_error(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """tr(Δ H Δᵀ) per output channel, [N], for a weight difference Δ [N, K]: mean squared output error per token."""
+    return ((delta @ gram) * delta).sum(dim=1).clamp(min=0.0)
+
+
+def relative_output_error(weight: torch.Tensor, approximation: torch.Tensor, gram: torch.Tensor) -> float:
+    """‖WX − ŴX‖² / ‖WX‖², 0 when there is no output at all."""
+    signal = output_error(weight, gram).sum().item()
+    return output_error(weight - approximation, gram).sum().item() / signal if signal > 0 else 0.0
+
+
+def relative_weight_error(weight: torch.Tensor, approximation: torch.Tensor) -> float:
+    """‖W − Ŵ‖² / ‖W‖², 0 for a weight of zeros."""
+    signal = weight.square().sum().item()
+    return (weight - approximation).square().sum().item() / signal if signal > 0 else 0.0

@@ -1,0 +1,73 @@
+"""What was done to a checkpoint, module by module: `quantgate.json`, written into the result and readable from it.
+
+Two runs on the same input write the same manifest, save the fields called `seconds`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from quantize.atomic import write_atomically
+from quantize.checkpoint import read_json
+from quantize.errors import QuantizeError
+
+MANIFEST = "quantgate.json"
+
+
+@dataclass(frozen=True)
+class ModuleRecord:
+    """One quantized linear. relative_error is ‖WX−ŴX‖²/‖WX‖² on the calibration inputs X where error_of is "outputs", and
+    ‖W−Ŵ‖²/‖W‖² where it is "weights" (methods that need no calibration). clipped_scales counts groups whose range was cut
+    on purpose, dead_columns inputs that calibration never moved. bytes is the size of its tensors as stored."""
+
+    name: str
+    bits: int
+    group_size: int
+    symmetric: bool
+    relative_error: float
+    error_of: str
+    fallback: str | None
+    dead_columns: int
+    clipped_scales: int
+    parameters: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """bytes_* count the weight files; bits_per_weight counts the quantized modules with their scales. coverage compares the
+    modules that the recipe asked for with those found packed in the result."""
+
+    source_digest: str
+    recipe: Mapping[str, Any]
+    calibration: Mapping[str, Any] | None
+    versions: Mapping[str, str]
+    modules: tuple[ModuleRecord, ...]
+    bytes_before: int
+    bytes_after: int
+    bits_per_weight: float
+    coverage: Mapping[str, int]
+    notes: tuple[str, ...]
+    seconds: float
+    tokenizer_digest: str = ""
+    chat_template_digest: str | None = None
+    schema: int = field(default=1)
+
+    def write(self, folder: Path) -> None:
+        write_atomically(
+            folder / MANIFEST, json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        )
+
+    @classmethod
+    def read(cls, folder: Path | str) -> "Manifest":
+        """Raises QuantizeError when the folder has no manifest, or one that this version does not know."""
+        content = read_json(Path(folder) / MANIFEST, "not a checkpoint of ours")
+        names = {entry.name for entry in fields(cls)}
+        if content.get("schema") != 1 or set(content) != names:
+            raise QuantizeError(f"{Path(folder) / MANIFEST}: written by another version; quantize again")
+        content["modules"] = tuple(ModuleRecord(**module) for module in content["modules"])
+        content["notes"] = tuple(content["notes"])
+        return cls(**content)

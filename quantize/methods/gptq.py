@@ -1,0 +1,147 @@
+"""GPTQ: columns are rounded one after another, and what a column loses is made good by the columns still to come.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (arXiv 2210.17323). With
+the Hessian H = XᵀX of the layer's squared output error, rounding column i with error e moves the later columns by
+-e · U[i, j] / U[i, i], where UᵀU = H⁻¹ and U is upper triangular. Columns with the largest inputs go first (act-order); the
+grids are fixed beforehand, group by group in the stored order, so that the result needs no `g_idx` and is laid out plainly.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from quantize.scheme import Grid, QuantizedWeight, Scheme, grid_from_range, grouped, round_to_grid
+
+BLOCK = 128
+LADDER = (1.0, 4.0, 16.0, 64.0)
+"""Factors on the damping, climbed until the Cholesky factorization succeeds."""
+
+SHRINKS = tuple(1.0 - step / 50 for step in range(26))
+"""Shares of a group's full range that the search of its grid tries."""
+
+
+@dataclass(frozen=True)
+class GptqResult:
+    """`quantized` and how it came about. clipped bool [N, G]: groups whose range was cut. fallback: None, or why it was
+    rounded to nearest instead."""
+
+    quantized: QuantizedWeight
+    damp: float
+    dead_columns: int
+    clipped: torch.Tensor
+    fallback: str | None
+
+
+def gptq(
+    weight: torch.Tensor,
+    gram: torch.Tensor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
+    damp: float = 0.01,
+    act_order: bool = True,
+) -> GptqResult:
+    """`weight` float32 [N, K], `gram` float32 [K, K] its inputs' second moments.
+
+    A column that calibration never moved (gram[i, i] = 0) is rounded to nearest and takes no part in the compensation: the
+    paper's code sets it to zero, which would break inputs that calibration happened not to reach.
+    """
+    diagonal = gram.diagonal()
+    dead = diagonal == 0
+    dead_columns = int(dead.sum())
+    importance = torch.where(dead, diagonal.mean(), diagonal)
+    if not torch.isfinite(gram).all() or dead_columns == len(dead):
+        reason = "no calibration input reached it" if dead_columns == len(dead) else "its inputs are not finite"
+        return nearest(weight, torch.ones_like(diagonal), scheme, scale_dtype, dead_columns, reason)
+    grid, clipped = search_grid(weight, importance, scheme, scale_dtype)
+    order = torch.argsort(importance, descending=True, stable=True) if act_order else torch.arange(len(dead))
+    for factor in LADDER:
+        share = damp * factor
+        upper = inverse_factor(gram, importance, share, order)
+        if upper is not None:
+            codes = compensate(weight, upper, grid, order)
+            return GptqResult(
+                QuantizedWeight(codes, grid.scale, grid.zero_point, scheme), share, dead_columns, clipped, None
+            )
+    reason = f"Cholesky failed up to damping {damp * LADDER[-1]:g}"
+    return nearest(weight, importance, scheme, scale_dtype, dead_columns, reason)
+
+
+def nearest(
+    weight: torch.Tensor,
+    importance: torch.Tensor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
+    dead_columns: int,
+    reason: str,
+) -> GptqResult:
+    grid, clipped = search_grid(weight, importance, scheme, scale_dtype)
+    quantized = round_to_grid(weight, grid)
+    return GptqResult(quantized, 0.0, dead_columns, clipped, f"round to nearest: {reason}")
+
+
+def search_grid(
+    weight: torch.Tensor, importance: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype
+) -> tuple[Grid, torch.Tensor]:
+    """Per group, the share of its full range whose grid has the least squared rounding error, inputs weighted by
+    `importance` [K]. Returns the grid and which groups were cut, bool [N, G]."""
+    groups = grouped(weight, scheme)
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    weights = importance.reshape(1, groups.shape[1], groups.shape[2])
+    best = torch.full_like(low, float("inf"))
+    share = torch.ones_like(low)
+    for shrink in SHRINKS:
+        grid = grid_from_range(low * shrink, high * shrink, scheme, scale_dtype)
+        scale = grid.scale.float().unsqueeze(2)
+        zero_point = 0.0 if grid.zero_point is None else grid.zero_point.float().unsqueeze(2)
+        rounded = ((groups / scale).round_().add_(zero_point)).clamp_(scheme.lowest, scheme.highest)
+        rounded.sub_(zero_point).mul_(scale).sub_(groups).square_().mul_(weights)
+        error = rounded.sum(dim=2)
+        better = error < best
+        best = torch.where(better, error, best)
+        share = torch.where(better, torch.full_like(share, shrink), share)
+    return grid_from_range(low * share, high * share, scheme, scale_dtype), share < 1.0
+
+
+def inverse_factor(
+    gram: torch.Tensor, importance: torch.Tensor, damp: float, order: torch.Tensor
+) -> torch.Tensor | None:
+    """U float32 [K, K], upper triangular with UᵀU = (H + damp · mean(diag H) · I)⁻¹ in the given order of columns; None when
+    a factorization fails."""
+    hessian = gram.clone()
+    hessian.diagonal().copy_(importance + damp * importance.mean())
+    hessian = hessian[order][:, order]
+    lower, failed = torch.linalg.cholesky_ex(hessian)
+    if failed:
+        return None
+    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    return upper if not failed and bool(torch.isfinite(upper).all()) else None
+
+
+def compensate(weight: torch.Tensor, upper: torch.Tensor, grid: Grid, order: torch.Tensor) -> torch.Tensor:
+    """The codes int8 [N, K]. Works on the transpose, [K, N] in processing order, so that a column is contiguous; errors are
+    carried to the end of a block at once and to the blocks after it by one product per block."""
+    outputs, inputs = weight.shape
+    lowest, highest = grid.scheme.lowest, grid.scheme.highest
+    group_of = order // grid.scheme.group_width(inputs)
+    scales = grid.scale.float().T.contiguous()
+    zero_points = torch.zeros_like(scales) if grid.zero_point is None else grid.zero_point.float().T.contiguous()
+    groups = group_of.tolist()
+    remaining = weight.T[order].contiguous()
+    codes = torch.empty(inputs, outputs, dtype=torch.int8, device=weight.device)
+    pivots = upper.diagonal().tolist()
+    for start in range(0, inputs, BLOCK):
+        stop = min(start + BLOCK, inputs)
+        block = remaining[start:stop]
+        errors = torch.empty_like(block)
+        for position in range(start, stop):
+            column = block[position - start]
+            scale, zero_point = scales[groups[position]], zero_points[groups[position]]
+            code = (column / scale).round_().add_(zero_point).clamp_(lowest, highest)
+            codes[position] = code
+            error = code.sub_(zero_point).mul_(scale).sub_(column).div_(-pivots[position])
+            errors[position - start] = error
+            block[position - start + 1 :].addr_(upper[position, position + 1 : stop], error, alpha=-1.0)
+        remaining[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1.0)
+    result = torch.empty_like(codes)
+    result[order] = codes
+    return result.T.contiguous()

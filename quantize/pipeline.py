@@ -1,0 +1,321 @@
+"""From a checkpoint to a quantized one, layer by layer from disk: the walk, the journal, the shards and the checks.
+
+A layer's shard depends only on the source, the recipe, the calibration and the layers before it, so that a run killed anywhere
+goes on at the next layer and ends with the same bytes. What is in memory at a time: one layer, and the calibration states.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoTokenizer
+
+from quantize.atomic import atomic_directory, write_atomically
+from quantize.calibration import Calibration, load_calibration
+from quantize.checkpoint import CONFIG, INDEX, Checkpoint, one_line, refuse_nonfinite
+from quantize.decoder import Decoder, load_module, open_decoder
+from quantize.errors import QuantizeError
+from quantize.formats.compressed_tensors import pack_weight, quantization_config, unpack_weight
+from quantize.gram import InputRecorder
+from quantize.journal import Entry, Journal, file_digest
+from quantize.layer import QuantizedModule, awq_layer, gptq_layer, round_module
+from quantize.manifest import Manifest, ModuleRecord
+from quantize.methods.fusion import Fusion, find_fusions
+from quantize.progress import Progress, silent
+from quantize.recipe import Recipe
+from quantize.scheme import Scheme, dequantize
+from quantize.targets import Targets, choose_targets
+from quantize.walk import Walk, float32_copy
+
+COPIED = ("*.jinja", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+          "merges.txt", "additional_chat_templates", "LICENSE*")  # fmt: skip
+"""What goes along unchanged: tokenizer, chat templates, generation settings, licence; never code, never other weights."""
+
+
+@dataclass
+class Work:
+    """Everything that stays the same from layer to layer, and the walk, once something has needed it."""
+
+    checkpoint: Checkpoint
+    decoder: Decoder
+    recipe: Recipe
+    targets: Targets
+    calibration: Calibration | None
+    folder: Path
+    device: torch.device
+    walk: Walk | None = None
+    fusions: tuple[Fusion, ...] | None = None
+
+    @property
+    def files(self) -> list[str]:
+        """One shard per layer, in order, and one for all the rest."""
+        count = len(self.decoder.layers) + 1
+        return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def quantize_checkpoint(
+    source: Path | str,
+    recipe: Recipe,
+    out: Path | str,
+    *,
+    calibration: Path | None = None,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Writes the quantized checkpoint OUT and returns its manifest. Run again after a kill, it goes on where it was.
+
+    calibration: a JSONL file; default the text shipped with the package. device: where the layers are computed, default CUDA
+    when there is one. Raises QuantizeError, one line, for everything that the user can set right.
+    """
+    begin = time.perf_counter()
+    tell = progress or silent
+    checkpoint = Checkpoint.open(source, quantized_ok=False)
+    decoder = open_decoder(checkpoint)
+    targets = choose_targets(decoder, recipe, checkpoint)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with atomic_directory(Path(out), resumable=True) as folder:
+        steps = len(decoder.layers) + 1
+        tell("checking the source", 0, steps)
+        source_digest = checkpoint.weights_digest(refuse_nonfinite(checkpoint))
+        text = calibrate(checkpoint, recipe, calibration) if recipe.is_calibrated else None
+        work = Work(checkpoint, decoder, recipe, targets, text, folder, place)
+        journal = Journal.resume(folder, fingerprint(work, source_digest))
+        for step, file in enumerate(work.files):
+            last = step == steps - 1
+            tell("embeddings and head" if last else f"{recipe.method} layer {step + 1}", step, steps)
+            if step < len(journal.entries):
+                if not last:
+                    replay_layer(work, step, journal.entries[step], needed=len(journal.entries) < steps - 1)
+                continue
+            tensors, modules = finish_rest(work) if last else finish_layer(work, step)
+            journal = journal.record(write_shard(folder, file, tensors, modules))
+        manifest = finish_checkpoint(work, journal, source_digest, begin)
+        journal.close()
+    tell("done", steps, steps)
+    return manifest
+
+
+def calibrate(checkpoint: Checkpoint, recipe: Recipe, file: Path | None) -> Calibration:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
+    except Exception as failure:
+        raise QuantizeError(f"{checkpoint.path}: its tokenizer does not load ({one_line(failure)[:200]})") from None
+    text = load_calibration(file, tokenizer, recipe.samples, recipe.sequence_length)
+    highest, vocabulary = int(text.token_ids.max()), int(checkpoint.config.get("vocab_size", 1 << 62))
+    if highest >= vocabulary:
+        raise QuantizeError(f"{checkpoint.path}: its tokenizer gives token {highest}, but config.json has {vocabulary}")
+    return text
+
+
+def fingerprint(work: Work, source_digest: str) -> str:
+    """A digest of all that decides the bytes of the result."""
+    decisive = {
+        "source": source_digest,
+        "config": work.checkpoint.config,
+        "recipe": work.recipe.to_mapping(),
+        "calibration": work.calibration.digest if work.calibration else None,
+        "versions": versions(),
+        "device": work.device.type,
+        "threads": torch.get_num_threads(),
+    }
+    return hashlib.sha256(json.dumps(decisive, sort_keys=False).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    try:
+        own = metadata.version("quantgate")
+    except metadata.PackageNotFoundError:
+        own = "not installed"
+    return {"quantgate": own, **{name: metadata.version(name) for name in ("torch", "transformers", "safetensors")}}
+
+
+def started_walk(work: Work) -> Walk:
+    if work.walk is None:
+        assert work.calibration is not None
+        work.walk = Walk(work.decoder, work.checkpoint, work.calibration.token_ids, work.device)
+    return work.walk
+
+
+def finish_layer(work: Work, index: int) -> tuple[dict[str, torch.Tensor], tuple[ModuleRecord, ...]]:
+    """The tensors of one layer as they are stored, by full name, and the records of its quantized linears."""
+    prefix = work.decoder.layer_prefix(index)
+    schemes = {name.removeprefix(prefix): scheme for name, scheme in work.targets.in_layer(prefix).items()}
+    if work.recipe.is_calibrated:
+        results, changed = calibrated_layer(work, index, schemes)
+    else:
+        weights = {name: work.checkpoint.tensor(f"{prefix}{name}.weight").to(work.device) for name in schemes}
+        results, changed = {name: round_module(weights[name], scheme) for name, scheme in schemes.items()}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    records = []
+    for name, result in results.items():
+        stored = pack_weight(prefix + name, result.quantized)
+        tensors.update(stored)
+        records.append(result.record(prefix + name, stored))
+    for name in work.checkpoint.tensor_names:
+        local = name.removeprefix(prefix)
+        if name.startswith(prefix) and local.removesuffix(".weight") not in schemes:
+            tensors[name] = changed[local] if local in changed else work.checkpoint.tensor(name)
+    return tensors, tuple(records)
+
+
+def calibrated_layer(
+    work: Work, index: int, schemes: Mapping[str, Scheme]
+) -> tuple[dict[str, QuantizedModule], dict[str, torch.Tensor]]:
+    """One layer through awq or gptq, and the walk's states past it.
+
+    gptq sees the states that quantized layers produce, and its own quantized weights produce the next ones. awq, as in its
+    paper, sees the states of the original model: it compensates nothing, so one pass per layer is enough.
+    """
+    walk = started_walk(work)
+    layer = work.decoder.layers[index]
+    load_module(work.decoder, layer, work.decoder.layer_prefix(index), work.checkpoint, work.device)
+    recorder = InputRecorder({name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)})
+    changed: dict[str, torch.Tensor] = {}
+    try:
+        if work.recipe.method == "awq":
+            probe = walk.probe.float()
+            walk.advance(index, layer, recorder)
+            if work.fusions is None:
+                work.fusions = find_fusions(
+                    float32_copy(layer),
+                    lambda copy: walk.run_layer(index, copy, probe),
+                    recorder.leader,
+                    work.recipe.seed,
+                )
+            with torch.inference_mode():
+                results, changed = awq_layer(layer, schemes, recorder.grams(), work.fusions)
+        else:
+            walk.observe(index, layer, recorder)
+            with torch.inference_mode():
+                results = gptq_layer(layer, schemes, recorder.grams(), work.recipe)
+            if index + 1 < len(work.decoder.layers):
+                for name, result in results.items():
+                    put_weight(layer, name, dequantize(result.quantized))
+                walk.advance(index, layer)
+    finally:
+        layer.to("meta")
+    return results, changed
+
+
+def put_weight(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
+    layer.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
+
+
+def replay_layer(work: Work, index: int, entry: Entry, needed: bool) -> None:
+    """Brings the states past a layer that an earlier run finished, with the very weights that it continued with."""
+    if not needed or not work.recipe.is_calibrated:
+        return
+    walk = started_walk(work)
+    layer = work.decoder.layers[index]
+    prefix = work.decoder.layer_prefix(index)
+    load_module(work.decoder, layer, prefix, work.checkpoint, work.device)
+    if work.recipe.method == "gptq":
+        stored = load_file(work.folder / entry.file)
+        for record in entry.modules:
+            own = {name: tensor for name, tensor in stored.items() if name.startswith(record.name + ".")}
+            quantized = unpack_weight(own, work.targets.schemes[record.name])
+            put_weight(layer, record.name.removeprefix(prefix), dequantize(quantized).to(work.device))
+    walk.advance(index, layer)
+    layer.to("meta")
+
+
+def finish_rest(work: Work) -> tuple[dict[str, torch.Tensor], tuple[ModuleRecord, ...]]:
+    """All tensors outside the layers; a targeted head is rounded to nearest and, where it was tied, untied."""
+    inside = tuple(work.decoder.layer_prefix(index) for index in range(len(work.decoder.layers)))
+    tensors = {
+        name: work.checkpoint.tensor(name) for name in work.checkpoint.tensor_names if not name.startswith(inside)
+    }
+    records = []
+    for name, scheme in work.targets.outside_layers(work.decoder.prefix).items():
+        weight = tensors.pop(f"{name}.weight", None)
+        if weight is None:
+            weight = work.checkpoint.tensor(work.targets.tied_to)
+        fallback = "round to nearest: outside the decoder layers" if work.recipe.is_calibrated else None
+        result = round_module(weight, scheme, fallback)
+        stored = pack_weight(name, result.quantized)
+        tensors.update(stored)
+        records.append(result.record(name, stored))
+    return tensors, tuple(records)
+
+
+def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor], modules: tuple[ModuleRecord, ...]) -> Entry:
+    """The shard on the disk, whole, before anything says that it is."""
+    partial = folder / f"{file}.partial"
+    try:
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial, {"format": "pt"})
+        with partial.open("rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(partial, folder / file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return Entry(file, file_digest(folder / file), tuple(sorted(tensors)), modules)
+
+
+def finish_checkpoint(work: Work, journal: Journal, source_digest: str, begin: float) -> Manifest:
+    """Config, index, copied files and manifest, after everything has been counted."""
+    folder, checkpoint, targets = work.folder, work.checkpoint, work.targets
+    modules = tuple(record for entry in journal.entries for record in entry.modules)
+    weight_map = {name: entry.file for entry in journal.entries for name in entry.tensors}
+    packed = [record for record in modules if packed_names(record.name) & weight_map.keys()]
+    if len(packed) != len(targets.schemes):
+        raise QuantizeError(
+            f"{folder}: {len(packed)} of {len(targets.schemes)} modules were packed; this is a bug, report it"
+        )
+    config = dict(checkpoint.config)
+    if targets.unties:
+        config["tie_word_embeddings"] = False
+    config["quantization_config"] = quantization_config(targets.schemes, targets.ignored)
+    size = sum((folder / file).stat().st_size for file in work.files)
+    write_atomically(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    write_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    copy_companions(checkpoint.path, folder)
+    text = work.calibration
+    manifest = Manifest(
+        source_digest=source_digest,
+        recipe=work.recipe.to_mapping(),
+        calibration=None
+        if text is None
+        else {
+            "source": text.source,
+            "digest": text.digest,
+            "samples": text.token_ids.shape[0],
+            "sequence_length": text.token_ids.shape[1],
+            "chat_template_digest": checkpoint.chat_template_digest(),
+        },
+        versions=versions(),
+        modules=modules,
+        bytes_before=checkpoint.bytes(),
+        bytes_after=size,
+        bits_per_weight=8 * sum(record.bytes for record in modules) / sum(record.parameters for record in modules),
+        coverage={"expected": len(targets.schemes), "packed": len(packed)},
+        notes=(*targets.notes, *((text.note,) if text is not None and text.note else ())),
+        seconds=round(time.perf_counter() - begin, 3),
+        tokenizer_digest=checkpoint.tokenizer_digest(),
+        chat_template_digest=checkpoint.chat_template_digest(),
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def packed_names(module: str) -> set[str]:
+    return {f"{module}.weight_packed", f"{module}.weight"}
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    for pattern in COPIED:
+        for file in sorted(source.glob(pattern)):
+            if file.is_dir():
+                shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
+            elif file.suffix not in (".py", ".safetensors", ".bin", ".pt"):
+                shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,201 @@
+"""How to quantize, as a value: read from a mapping (a YAML file, the command line), checked once, and hashed.
+
+Everything that changes the resulting bytes is in here, so that two equal recipes on equal inputs give equal checkpoints.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+from quantize.errors import QuantizeError
+from quantize.scheme import PER_CHANNEL, Scheme
+
+METHODS = {"int8": (8,), "int4": (4,), "awq": (4,), "gptq": (3, 4, 8)}
+"""Each method and the widths it is made for; the plain name's default width comes first, save gptq's 4."""
+
+DEFAULT_BITS = {"int8": 8, "int4": 4, "awq": 4, "gptq": 4}
+CALIBRATED = ("awq", "gptq")
+FORMATS = ("compressed-tensors",)
+AUTO_GROUP_SIZES = (128, 64, 32)
+
+
+@dataclass(frozen=True)
+class Override:
+    """What the modules matching `pattern` (a glob over full module names) do differently; None keeps the recipe's."""
+
+    pattern: str
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    skip: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """bits and symmetric default by method; group_size None means per channel at 8 bits, else 128 where it divides every
+    target, else 64, else 32. samples windows of sequence_length tokens calibrate awq and gptq. damp is the share of the
+    Hessian's mean diagonal that gptq adds first."""
+
+    method: str
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    activations: str | None = None
+    ignore: tuple[str, ...] = ("lm_head",)
+    overrides: tuple[Override, ...] = ()
+    samples: int = 128
+    sequence_length: int = 2048
+    seed: int = 0
+    damp: float = 0.01
+    act_order: bool = True
+    format: str = "compressed-tensors"
+
+    def __post_init__(self) -> None:
+        check(self, "recipe")
+        if self.bits is None:
+            object.__setattr__(self, "bits", DEFAULT_BITS[self.method])
+        if self.symmetric is None:
+            object.__setattr__(self, "symmetric", DEFAULT_SYMMETRIC[self.method])
+        check_combination(self, "recipe")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], where: str = "recipe") -> "Recipe":
+        """A recipe from plain values. Raises QuantizeError naming `where` and the field."""
+        if not isinstance(mapping, Mapping):
+            raise QuantizeError(f"{where}: expected a mapping of fields such as method: gptq")
+        known = [field.name for field in fields(cls)]
+        for key in mapping:
+            if key not in known:
+                raise QuantizeError(f"{where}: {key}: no such field; there are {', '.join(known)}")
+        if "method" not in mapping:
+            raise QuantizeError(f"{where}: method: missing; one of {', '.join(METHODS)}")
+        values = dict(mapping)
+        if "ignore" in values:
+            values["ignore"] = read_ignore(values["ignore"], where)
+        if "overrides" in values:
+            values["overrides"] = read_overrides(values["overrides"], where)
+        try:
+            return cls(**values)
+        except QuantizeError as failure:
+            raise QuantizeError(str(failure).replace("recipe: ", f"{where}: ", 1)) from None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values that `from_mapping` reads back, in the order of the fields."""
+        mapping = asdict(self)
+        mapping["ignore"] = list(self.ignore)
+        mapping["overrides"] = {
+            override.pattern: {
+                key: value for key, value in asdict(override).items() if key != "pattern" and value not in (None, False)
+            }
+            | ({"symmetric": False} if override.symmetric is False else {})
+            for override in self.overrides
+        }
+        return mapping
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=False).encode()).hexdigest()
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self.method in CALIBRATED
+
+    def skips(self, name: str) -> bool:
+        """Whether the module keeps its weights: ignored, or skipped by its first matching override."""
+        if any(fnmatchcase(name, pattern) for pattern in self.ignore):
+            return True
+        override = self.override_of(name)
+        return override is not None and override.skip
+
+    def override_of(self, name: str) -> Override | None:
+        return next((entry for entry in self.overrides if fnmatchcase(name, entry.pattern)), None)
+
+    def scheme_of(self, name: str, auto_group_size: int) -> Scheme:
+        """The scheme of one module; `auto_group_size` stands in where neither recipe nor override names a group."""
+        override = self.override_of(name) or Override(name)
+        bits = override.bits if override.bits is not None else self.bits
+        assert bits is not None
+        symmetric = override.symmetric if override.symmetric is not None else bool(self.symmetric)
+        group_size = override.group_size if override.group_size is not None else self.group_size
+        if group_size is None:
+            group_size = PER_CHANNEL if bits == 8 else auto_group_size
+        return Scheme(bits, group_size, symmetric, self.activations)
+
+
+DEFAULT_SYMMETRIC = {"int8": True, "int4": True, "awq": True, "gptq": True}
+
+
+def check(recipe: Recipe, where: str) -> None:
+    """Types and ranges of single fields."""
+    if recipe.method not in METHODS:
+        raise QuantizeError(f"{where}: method: {recipe.method!r} is unknown; one of {', '.join(METHODS)}")
+    for name, low in (("samples", 1), ("sequence_length", 2), ("seed", 0)):
+        value = getattr(recipe, name)
+        if not is_int(value) or value < low:
+            raise QuantizeError(f"{where}: {name}: {value!r} is not a whole number of at least {low}")
+    if recipe.bits is not None and (not is_int(recipe.bits) or recipe.bits not in METHODS[recipe.method]):
+        allowed = " or ".join(str(bits) for bits in METHODS[recipe.method])
+        raise QuantizeError(f"{where}: bits: {recipe.method} takes {allowed}, not {recipe.bits!r}")
+    check_group_size(recipe.group_size, f"{where}: group_size")
+    check_flag(recipe.symmetric, f"{where}: symmetric")
+    if not isinstance(recipe.act_order, bool):
+        raise QuantizeError(f"{where}: act_order: {recipe.act_order!r} is neither true nor false")
+    if recipe.activations not in (None, "int8"):
+        raise QuantizeError(f"{where}: activations: {recipe.activations!r} is neither null nor int8")
+    if isinstance(recipe.damp, bool) or not isinstance(recipe.damp, int | float) or not 0 < recipe.damp <= 1:
+        raise QuantizeError(f"{where}: damp: {recipe.damp!r} is not above 0 and at most 1")
+    if recipe.format not in FORMATS:
+        raise QuantizeError(f"{where}: format: {recipe.format!r} cannot be written; one of {', '.join(FORMATS)}")
+
+
+def check_combination(recipe: Recipe, where: str) -> None:
+    """What the fields must be together, once the defaults are in place."""
+    if recipe.activations == "int8" and not (recipe.bits == 8 and recipe.symmetric):
+        raise QuantizeError(f"{where}: activations: int8 activations need symmetric 8-bit weights (method int8)")
+    if recipe.activations == "int8" and recipe.group_size not in (None, PER_CHANNEL):
+        raise QuantizeError(f"{where}: group_size: int8 activations need one scale per output channel (-1)")
+
+
+def check_group_size(value: Any, where: str) -> None:
+    if value is not None and (not is_int(value) or (value != PER_CHANNEL and value < 1)):
+        raise QuantizeError(f"{where}: {value!r} is neither a positive whole number nor -1 (per output channel)")
+
+
+def check_flag(value: Any, where: str) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise QuantizeError(f"{where}: {value!r} is neither true nor false")
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_ignore(value: Any, where: str) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, list | tuple) or not all(isinstance(x, str) for x in value):
+        raise QuantizeError(f"{where}: ignore: expected a list of module name patterns, such as [lm_head]")
+    return tuple(value)
+
+
+def read_overrides(value: Any, where: str) -> tuple[Override, ...]:
+    """`{pattern: {bits, group_size, symmetric, skip}}`; the order counts, the first match wins."""
+    if not isinstance(value, Mapping):
+        raise QuantizeError(f"{where}: overrides: expected a mapping from module name pattern to its settings")
+    known = [field.name for field in fields(Override) if field.name != "pattern"]
+    overrides = []
+    for pattern, settings in value.items():
+        spot = f"{where}: overrides: {pattern}"
+        if not isinstance(settings, Mapping):
+            raise QuantizeError(f"{spot}: expected settings, such as {{bits: 8}} or {{skip: true}}")
+        for key in settings:
+            if key not in known:
+                raise QuantizeError(f"{spot}: {key}: no such field; there are {', '.join(known)}")
+        bits = settings.get("bits")
+        if bits is not None and (not is_int(bits) or bits not in (3, 4, 8)):
+            raise QuantizeError(f"{spot}: bits: {bits!r} is not 3, 4 or 8")
+        check_group_size(settings.get("group_size"), f"{spot}: group_size")
+        check_flag(settings.get("symmetric"), f"{spot}: symmetric")
+        check_flag(settings.get("skip"), f"{spot}: skip")
+        overrides.append(Override(str(pattern), **settings))
+    return tuple(overrides)

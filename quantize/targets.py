@@ -1,0 +1,116 @@
+"""Which linears are quantized, and how each: decided and checked against every shape before any calibration.
+
+A group size that does not divide some target's inputs is an error here, seconds into the run, and never a padded or skipped
+module found out later.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from quantize.checkpoint import Checkpoint
+from quantize.decoder import Decoder
+from quantize.errors import QuantizeError
+from quantize.recipe import AUTO_GROUP_SIZES, Recipe
+from quantize.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Targets:
+    """`schemes` by full module name, in module order; `ignored` are the linears that keep their weights. unties: the head is
+    quantized though it was the embedding's own tensor, named by `tied_to`."""
+
+    schemes: Mapping[str, Scheme]
+    ignored: tuple[str, ...]
+    notes: tuple[str, ...]
+    unties: bool
+    tied_to: str
+
+    def in_layer(self, prefix: str) -> dict[str, Scheme]:
+        return {name: scheme for name, scheme in self.schemes.items() if name.startswith(prefix)}
+
+    def outside_layers(self, layers_prefix: str) -> dict[str, Scheme]:
+        return {name: scheme for name, scheme in self.schemes.items() if not name.startswith(layers_prefix + ".")}
+
+
+def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> Targets:
+    """Raises QuantizeError when a group size does not divide, when nothing is left to quantize, and when an override or an
+    ignore pattern that the user wrote matches nothing."""
+    linears: dict[str, nn.Linear] = {}
+    for index in range(len(decoder.layers)):
+        linears.update(decoder.layer_linears(index))
+    head = {name: module for name, module in decoder.outer_linears().items() if is_head(module, decoder)}
+    others = tuple(name for name in decoder.outer_linears() if name not in head)
+    linears.update(head)
+    refuse_idle_overrides(recipe, linears)
+    chosen = {name: module for name, module in linears.items() if not recipe.skips(name)}
+    if not chosen:
+        raise QuantizeError(f"{checkpoint.path}: the recipe's ignore and overrides leave nothing to quantize")
+    auto, note = auto_group_size({name: module.in_features for name, module in chosen.items()}, recipe)
+    schemes = {name: recipe.scheme_of(name, auto) for name in chosen}
+    refuse_odd_groups({name: module.in_features for name, module in chosen.items()}, schemes)
+    unties = decoder.head_is_tied() and any(name in schemes for name in head)
+    notes = [note] if note else []
+    embedding = embedding_name(decoder)
+    if unties:
+        shape = checkpoint.shape(embedding)
+        bits = next(schemes[name].bits for name in head if name in schemes)
+        cost = shape[0] * shape[1] * bits // 8
+        notes.append(f"the head was tied to {embedding} and is stored beside it now: about {cost} bytes more")
+    ignored = (*(name for name in linears if name not in schemes), *others)
+    return Targets(schemes, ignored, tuple(notes), unties, embedding)
+
+
+def is_head(module: nn.Module, decoder: Decoder) -> bool:
+    return module is decoder.model.get_output_embeddings()
+
+
+def embedding_name(decoder: Decoder) -> str:
+    embedding = decoder.model.get_input_embeddings()
+    return next(f"{name}.weight" for name, module in decoder.model.named_modules() if module is embedding)
+
+
+def refuse_idle_overrides(recipe: Recipe, linears: Mapping[str, nn.Linear]) -> None:
+    for override in recipe.overrides:
+        if not any(recipe.override_of(name) is override for name in linears):
+            raise QuantizeError(
+                f"overrides: {override.pattern}: decides for no linear; linears are named as {next(iter(linears))}"
+            )
+
+
+def auto_group_size(inputs: Mapping[str, int], recipe: Recipe) -> tuple[int, str | None]:
+    """The largest of 128, 64 and 32 that divides the inputs of every target without a group of its own; and, where it is in
+    use, a sentence that says which and why."""
+    waiting = {name: width for name, width in inputs.items() if needs_group(name, recipe)}
+    if not waiting:
+        return AUTO_GROUP_SIZES[0], None
+    for size in AUTO_GROUP_SIZES:
+        odd = next((name for name, width in waiting.items() if width % size), None)
+        if odd is None:
+            larger = AUTO_GROUP_SIZES[AUTO_GROUP_SIZES.index(size) - 1]
+            blocker = next((name for name, width in waiting.items() if width % larger), None)
+            if size == AUTO_GROUP_SIZES[0] or blocker is None:
+                return size, f"group size {size}: it divides every target"
+            return size, f"group size {size}: {larger} does not divide the {waiting[blocker]} inputs of {blocker}"
+    raise QuantizeError(
+        f"group_size: none of 128, 64 and 32 divides the {waiting[odd]} inputs of {odd}; "  # type: ignore[index]
+        "use -1 (per channel), another group_size, or an override for it"
+    )
+
+
+def needs_group(name: str, recipe: Recipe) -> bool:
+    # Whatever stands in for the missing size comes back as it is only where none was named.
+    return recipe.scheme_of(name, 7).group_size == 7 and recipe.scheme_of(name, 9).group_size == 9
+
+
+def refuse_odd_groups(inputs: Mapping[str, int], schemes: Mapping[str, Scheme]) -> None:
+    odd = [name for name, scheme in schemes.items() if not scheme.divides(inputs[name])]
+    if not odd:
+        return
+    first = odd[0]
+    size = schemes[first].group_size
+    fitting = [str(other) for other in AUTO_GROUP_SIZES if all(inputs[name] % other == 0 for name in odd)]
+    more = f" (and of {len(odd) - 1} more modules)" if len(odd) > 1 else ""
+    remedy = " or ".join([*fitting, "-1 (per channel)"])
+    raise QuantizeError(f"group_size: {size} does not divide the {inputs[first]} inputs of {first}{more}; use {remedy}")
