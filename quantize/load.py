@@ -1,14 +1,14 @@
 """Loads a checkpoint as a transformers model that is ready to serve.
 
-The model is built on the meta device (shapes only), then its tensors are read from the shards one after another,
-so that the peak is the model itself and never a second copy of it. Checkpoints whose tensor names are not the module
-names (some mixtures of experts are stored differently from how they run) go through transformers' own loader.
+The model is built on the meta device (shapes only), then its tensors are read from the memory-mapped shards one after
+another, so that the peak is the model itself and never a second copy of it. Linears that compressed-tensors stores in
+a scheme of ours become `QuantizedLinear`; what is stored in any other way goes through transformers' own loader.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
 
+from quantize.checkpoint import Checkpoint, one_line
 from quantize.errors import QuantizeError
+from quantize.formats.compressed_tensors import PACKED, PLAIN, schemes_of, stored_names, unpack_weight
+from quantize.linear import QuantizedLinear
+from quantize.scheme import Scheme
 
-# A shard is mapped anew after this many bytes: pages of a mapping that were read count as this process's memory
-# until it is closed, and one mapping for the whole file would double the measured peak.
 REMAP_BYTES = 64 * 2**20
+"""A file is mapped anew after this much was read from it: the pages read count as this process's memory until the
+mapping is closed, and one mapping for the whole file would double the measured peak."""
 
 
 def load_model(
@@ -31,142 +35,156 @@ def load_model(
     """The checkpoint as a model in eval mode, without gradients, on `device`.
 
     `dtype` is the dtype of activations and of every tensor that is not quantized; None takes the checkpoint's own.
-    Raises QuantizeError, in one line, for a path that is no checkpoint, a damaged or missing shard, and tensors that
-    the model needs and the checkpoint lacks.
+    Raises QuantizeError, in one line, for a path that is no checkpoint, a damaged or missing shard, a quantization that
+    nothing here can load, and tensors that the model needs and the checkpoint lacks.
     """
-    path = Path(checkpoint)
-    settings = read_config(path)
-    shards = shard_files(path)
-    if settings.get("quantization_config") is not None:
-        return _load_through_transformers(path, device, dtype)
-    model = _build_on_meta(path, dtype)
-    stored = {name for shard in shards for name in _tensor_names(shard)}
-    expected = {name for name, _ in model.named_parameters()} | _persistent_buffers(model)
-    tied = set(model.all_tied_weights_keys)
-    if not expected - tied <= stored:
-        return _load_through_transformers(path, device, dtype)
-    _assign(model, shards, torch.device(device))
-    return _finish(model, path, torch.device(device))
+    opened = Checkpoint.open(checkpoint)
+    quantization = opened.config.get("quantization_config")
+    model = _build_on_meta(opened, dtype)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    schemes = schemes_of(quantization, linears) if quantization else {}
+    if schemes is None:
+        return _load_through_transformers(opened, torch.device(device), dtype)
+    layouts = {name: PACKED if f"{name}.weight_packed" in opened.files else PLAIN for name in schemes}
+    missing = _expected_names(model, schemes, layouts) - set(opened.files)
+    if missing and not schemes:
+        # Some mixtures of experts are stored under other names than they run under; transformers knows the mapping.
+        return _load_through_transformers(opened, torch.device(device), dtype)
+    if missing:
+        raise _missing(opened.path, missing)
+    tensors = _Tensors(opened.files)
+    _swap_linears(model, schemes, layouts, tensors, torch.device(device))
+    _assign_others(model, tensors, torch.device(device))
+    return _finish(model, opened.path, torch.device(device))
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """`config.json` of a checkpoint folder."""
-    if not path.exists():
-        raise QuantizeError(f"{path}: no such path; give a Hugging Face checkpoint folder")
-    if not (path / "config.json").is_file():
-        raise QuantizeError(f"{path}: not a checkpoint (no config.json); give a Hugging Face checkpoint folder")
-    try:
-        settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise QuantizeError(f"{path / 'config.json'}: not readable as JSON ({error}); download it again") from error
-    if not isinstance(settings, dict):
-        raise QuantizeError(f"{path / 'config.json'}: holds no JSON object; download it again")
-    return settings
+def numerics(model: PreTrainedModel) -> dict[str, Any]:
+    """How the model computes: `compute` ("a16", or "a8" when a linear quantizes its activations), `dtype`, `kernels`
+    (module name to kernel name, the unquantized linears as "torch-linear"), and `weights_bytes` as held in memory,
+    shared tensors once."""
+    kernels, activations = {}, set()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            kernels[name] = str(module.kernel.name)
+            activations.add(module.scheme.activations)
+        elif isinstance(module, nn.Linear):
+            kernels[name] = "torch-linear"
+    storages = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return {
+        "compute": "a8" if "int8" in activations else "a16",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kernels": kernels,
+        "weights_bytes": sum(storages.values()),
+    }
 
 
-def shard_files(path: Path) -> list[Path]:
-    """The safetensors files that the index names, or the one file of a checkpoint without an index."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
+class _Tensors:
+    """Reads tensors by name as views of the mapped files; a view stays valid, its mapping closes with the last one."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files = files
+        self._open: Any = None
+        self._path: Path | None = None
+        self._read_bytes = 0
+
+    def read(self, name: str) -> torch.Tensor:
+        path = self.files[name]
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise QuantizeError(f"{index}: not a readable shard index; download it again") from error
-        shards = [path / name for name in names]
-    else:
-        shards = sorted(path.glob("*.safetensors"))
-    if not shards:
-        raise QuantizeError(f"{path}: no .safetensors file; pickled weights are not read, convert them first")
-    for shard in shards:
-        if not shard.is_file():
-            raise QuantizeError(f"{shard}: this shard is named in the index but is missing; download it again")
-    return shards
+            if path != self._path or self._read_bytes > REMAP_BYTES:
+                self._open, self._path, self._read_bytes = safe_open(path, framework="pt"), path, 0
+            tensor: torch.Tensor = self._open.get_tensor(name)
+        except (SafetensorError, OSError) as failure:
+            raise QuantizeError(f"{path}: cannot read {name} ({one_line(failure)}); fetch it again") from None
+        self._read_bytes += tensor.nbytes
+        return tensor
 
 
-def _damaged(shard: Path, error: Exception) -> QuantizeError:
-    return QuantizeError(f"{shard}: truncated or damaged safetensors file ({error}); download it again")
-
-
-def _tensor_names(shard: Path) -> list[str]:
+def _build_on_meta(opened: Checkpoint, dtype: torch.dtype | None) -> PreTrainedModel:
     try:
-        with safe_open(shard, framework="pt") as tensors:
-            return list(tensors.keys())
-    except (SafetensorError, OSError) as error:
-        raise _damaged(shard, error) from error
-
-
-def _read_tensors(shard: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a shard, each in memory of its own."""
-    names = _tensor_names(shard)
-    position = 0
-    while position < len(names):
-        read_bytes = 0
-        try:
-            with safe_open(shard, framework="pt") as tensors:
-                while position < len(names) and read_bytes < REMAP_BYTES:
-                    tensor = tensors.get_tensor(names[position]).clone()
-                    read_bytes += tensor.nbytes
-                    yield names[position], tensor
-                    position += 1
-        except (SafetensorError, OSError) as error:
-            raise _damaged(shard, error) from error
-
-
-def _build_on_meta(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(opened.path)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
+        if any(name.startswith("lm_head.weight_") for name in opened.files):
+            # A quantized head cannot share the embedding's tensor, whatever the config still says.
+            config.tie_word_embeddings = False
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise QuantizeError(f"{path / 'config.json'}: no model can be built from it ({_one_line(error)})") from error
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype or config.dtype or torch.float32
+            )
+    except Exception as failure:
+        # transformers raises what comes up in the architecture's own code: KeyError, TypeError, ImportError, ...
+        raise QuantizeError(
+            f"{opened.path / 'config.json'}: no model can be built from it ({one_line(failure)[:300]})"
+        ) from None
+    return model
 
 
-def _persistent_buffers(model: PreTrainedModel) -> set[str]:
+def _expected_names(model: PreTrainedModel, schemes: Mapping[str, Scheme], layouts: Mapping[str, str]) -> set[str]:
+    """The tensors that the checkpoint must hold. Tied ones are left out: the other end of the tie is there."""
     volatile = {name for name, _ in model.named_non_persistent_buffers()}
-    return {name for name, _ in model.named_buffers() if name not in volatile}
+    names = {name for name, _ in model.named_parameters()}
+    names |= {name for name, _ in model.named_buffers() if name not in volatile}
+    names -= set(model.all_tied_weights_keys)
+    for module, scheme in schemes.items():
+        names.discard(f"{module}.weight")
+        names |= {f"{module}.{name}" for name in stored_names(scheme, layouts[module])}
+    return names
 
 
-def _assign(model: PreTrainedModel, shards: list[Path], device: torch.device) -> None:
-    """Puts each stored tensor in the place of the meta tensor of its name; others are ignored."""
-    for shard in shards:
-        for name, tensor in _read_tensors(shard):
-            owner_name, _, leaf = name.rpartition(".")
-            try:
-                owner = model.get_submodule(owner_name)
-            except AttributeError:
-                continue
-            place = getattr(owner, leaf, None)
-            if not isinstance(place, torch.Tensor):
-                continue
-            if place.shape != tensor.shape:
-                raise QuantizeError(
-                    f"{shard}: {name} has shape {list(tensor.shape)}, config.json asks for {list(place.shape)}"
-                )
-            value = tensor.to(device=device, dtype=place.dtype)
-            if leaf in owner._parameters:
-                setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
-            else:
-                setattr(owner, leaf, value)
+def _swap_linears(
+    model: PreTrainedModel,
+    schemes: Mapping[str, Scheme],
+    layouts: Mapping[str, str],
+    tensors: _Tensors,
+    device: torch.device,
+) -> None:
+    """Puts a `QuantizedLinear` in the place of every quantized linear, one at a time."""
+    for name, scheme in schemes.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        stored = {leaf: tensors.read(f"{name}.{leaf}").clone() for leaf in stored_names(scheme, layouts[name])}
+        try:
+            weight = unpack_weight(stored, scheme)
+        except (QuantizeError, RuntimeError, ValueError) as failure:
+            where = tensors.files[f"{name}.weight_scale"]
+            raise QuantizeError(f"{where}: {name} is not stored as config.json says ({one_line(failure)})") from None
+        expected = (linear.out_features, linear.in_features)
+        if tuple(weight.codes.shape) != expected:
+            raise _misshapen(tensors.files[f"{name}.weight_scale"], name, weight.codes.shape, expected)
+        model.set_submodule(name, QuantizedLinear(weight, linear.bias, device, model.dtype))
+
+
+def _assign_others(model: PreTrainedModel, tensors: _Tensors, device: torch.device) -> None:
+    """Puts each stored tensor in the place of the meta tensor of its name; what has no place is left on disk."""
+    for name in sorted(tensors.files, key=lambda name: (tensors.files[name], name)):
+        owner_name, _, leaf = name.rpartition(".")
+        try:
+            owner = model.get_submodule(owner_name)
+        except AttributeError:
+            continue
+        place = getattr(owner, leaf, None)
+        if not isinstance(place, torch.Tensor) or not place.is_meta:
+            continue
+        stored = tensors.read(name)
+        if place.shape != stored.shape:
+            raise _misshapen(tensors.files[name], name, stored.shape, place.shape)
+        value = torch.empty(stored.shape, dtype=place.dtype, device=device).copy_(stored)
+        setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if leaf in owner._parameters else value)
 
 
 def _finish(model: PreTrainedModel, path: Path, device: torch.device) -> PreTrainedModel:
     """Ties what is tied, computes the buffers that no checkpoint stores, and checks that nothing is left on meta."""
     model.tie_weights()
     _compute_volatile_buffers(model, device)
-    missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
-    missing += [name for name, tensor in model.named_buffers() if tensor.is_meta]
-    if missing:
-        raise _missing(path, missing)
+    left = {name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta}
+    if left:
+        raise _missing(path, left)
     model.requires_grad_(False)
     model.config._name_or_path = str(path)
     return model.eval()
-
-
-def _missing(path: Path, names: list[str]) -> QuantizeError:
-    shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return QuantizeError(f"{path}: tensors missing from the checkpoint: {shown}; download or quantize it again")
 
 
 def _compute_volatile_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -183,29 +201,49 @@ def _compute_volatile_buffers(model: PreTrainedModel, device: torch.device) -> N
     model.initialize_weights()
 
 
-def _load_through_transformers(path: Path, device: str | torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
-    """What we have no loader for; transformers' warnings about absent weights become an error."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+def _load_through_transformers(opened: Checkpoint, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+    """What is not stored as ours is; transformers' warnings about absent weights become an error."""
+    path, config = opened.path, opened.config
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or "auto", output_loading_info=True, use_safetensors=True
-        )
-    except Exception as error:
+        with _silent_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype or "auto", output_loading_info=True, use_safetensors=True
+            )
+    except Exception as failure:
         # Any of a dozen quantizers may raise anything here; the user needs its message, not its stack.
-        raise QuantizeError(f"{path}: transformers cannot load it ({_one_line(error)})") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
+        raise QuantizeError(f"{path}: transformers cannot load it ({one_line(failure)[:300]})") from None
     model, report = loaded
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if "quantization_config" in config and getattr(model, "hf_quantizer", None) is None:
+        raise QuantizeError(f"{path / 'config.json'}: quantization method {method!r} is unknown to transformers")
     if report["missing_keys"]:
-        raise _missing(path, list(report["missing_keys"]))
+        raise _missing(path, set(report["missing_keys"]))
     if report["mismatched_keys"]:
-        raise QuantizeError(
-            f"{path}: config.json asks for other shapes than stored: {sorted(report['mismatched_keys'])[:4]}"
-        )
+        raise QuantizeError(f"{path}: config.json asks for other shapes: {sorted(report['mismatched_keys'])[:3]}")
     model.requires_grad_(False)
-    return model.to(device).eval()
+    placed: PreTrainedModel = model.to(device).eval()
+    return placed
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+class _silent_transformers(AbstractContextManager[None]):
+    """No progress bars and warnings of transformers': what they say comes as an error of ours."""
+
+    def __enter__(self) -> None:
+        self.verbosity = transformers_logging.get_verbosity()
+        self.bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        transformers_logging.set_verbosity(self.verbosity)
+        if self.bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _missing(path: Path, names: set[str]) -> QuantizeError:
+    shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return QuantizeError(f"{path}: tensors missing from the checkpoint: {shown}; fetch or quantize it again")
+
+
+def _misshapen(file: Path, name: str, stored: Any, expected: Any) -> QuantizeError:
+    return QuantizeError(f"{file}: {name} is {list(stored)}, but config.json makes it {list(expected)}")
