@@ -180,10 +180,3 @@ def probing() -> Iterator[list[LayerCall]]:
 
 AttentionInterface.register(NAME, _paged_attention)
 AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
-
-
-def choose_backend(name: str, model: nn.Module, kv_dtype: torch.dtype) -> AttentionBackend:
-    """The backend of that name; "auto" takes the native one where it runs."""
-    if name in ("torch", "auto"):
-        return TorchAttention()
-    raise EvalError(f"attention backend {name!r} is unknown: use auto, native or torch")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from eval.engine.attention import choose_backend
+from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool, root_hash
 from eval.engine.identity import checkpoint_digests, end_of_sequence_ids, model_digest, resolve_kv_dtype
 from eval.engine.kv_cache import KV_DTYPES, allocate_kv, choose_num_blocks
@@ -70,7 +70,7 @@ class Engine:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.telemetry = Telemetry()
-        self._digests = {"tokenizer_digest": None, "chat_template_digest": None} | (digests or {})
+        self._digests = {"tokenizer_digest": None, "chat_template_digest": None, **(digests or {})}
         weights_digest = self._digests.setdefault("weights_digest", None) or model_digest(model)
         self._digests["weights_digest"] = weights_digest
         geometry = probe_geometry(model)
@@ -109,7 +109,7 @@ class Engine:
         self._runner = ModelRunner(
             model,
             self._kv,
-            choose_backend(config.attention_backend, model, self._kv_dtype),
+            choose_backend(config.attention_backend, geometry.head_dim, model.dtype, self._kv_dtype, model.device),
             config.max_num_seqs,
             config.max_batched_tokens,
             self._context,

@@ -1,0 +1,132 @@
+"""Paged attention in C++ for the CPU: `paged_attention.cpp` behind the backend interface.
+
+The one idea: what is equal in every layer of a step (its tables) or in every step of a layer (its shape) is written
+into a C struct once, so that a call passes pointers and nothing else.
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.engine.attention import StepContext
+from eval.engine.native_build import load_native
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+SOURCE = Path(__file__).parent / "paged_attention.cpp"
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("query_starts", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("num_requests", ctypes.c_int32),
+        ("num_tokens", ctypes.c_int32),
+        ("block_size", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("dtype", ctypes.c_int32),
+        ("kv_dtype", ctypes.c_int32),
+    )
+
+
+def native_library() -> ctypes.CDLL | None:
+    """The compiled kernel, or None where this machine cannot build it."""
+    library = load_native(SOURCE)
+    if library is not None:
+        stride, pointer = ctypes.c_int64, ctypes.c_void_p
+        rows = (pointer, stride, stride)
+        library.paged_attention.argtypes = (pointer, pointer, pointer, pointer, *rows, *rows, *rows, pointer)
+        library.paged_attention.restype = None
+    return library
+
+
+def supports(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel has this case; asked before it is built."""
+    padded = -(-head_dim // 16)
+    return device.type == "cpu" and {dtype, kv_dtype} <= DTYPES.keys() and (padded <= 8 or padded in (12, 16))
+
+
+class NativeAttention:
+    """The kernel with float32 accumulation over float32 or bfloat16 keys and values."""
+
+    name = "native-cpu"
+
+    def __init__(self, library: ctypes.CDLL):
+        self._paged_attention = library.paged_attention
+        self._step = _Step()
+        self._current: StepContext | None = None
+        self._shapes: dict[tuple[Any, ...], _Shape] = {}
+        self._layers: list[tuple[int, int]] = []
+        self._kv: torch.Tensor | None = None
+
+    def attend(
+        self,
+        step: StepContext,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        if step is not self._current:
+            self._begin(step)
+        shape_key = (query.shape[1], key.shape[1], query.shape[2], scaling, window, softcap, query.dtype, step.kv.dtype)
+        shape = self._shapes.get(shape_key)
+        if shape is None:
+            shape = self._shapes[shape_key] = _Shape(
+                *shape_key[:3], window or 0, scaling, softcap or 0.0, DTYPES[query.dtype], DTYPES[step.kv.dtype]
+            )
+        output = torch.empty(query.shape, dtype=query.dtype)
+        keys, values = self._layers[layer]
+        q, k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, key, value))
+        self._paged_attention(
+            ctypes.byref(self._step),
+            ctypes.byref(shape),
+            keys,
+            values,
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            k.data_ptr(),
+            k.stride(0),
+            k.stride(1),
+            v.data_ptr(),
+            v.stride(0),
+            v.stride(1),
+            output.data_ptr(),
+        )
+        return output
+
+    def _begin(self, step: StepContext) -> None:
+        self._current = step
+        if step.kv is not self._kv:
+            self._kv = step.kv
+            self._layers = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in step.kv]
+        self._step = _Step(
+            step.query_starts.data_ptr(),
+            step.context_lens.data_ptr(),
+            step.block_tables.data_ptr(),
+            step.slot_mapping.data_ptr(),
+            step.block_tables.stride(0),
+            step.context_lens.shape[0],
+            step.slot_mapping.shape[0],
+            step.kv.shape[3],
+            torch.get_num_threads(),
+        )

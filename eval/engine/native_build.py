@@ -1,0 +1,64 @@
+"""Compiles a C++ file of this package for the machine at hand, once, and loads it.
+
+The one idea: plain C symbols through ctypes need neither torch's headers (a minute of compilation) nor its ABI; the
+library is kept per source, compiler and instruction set, so that a shared home folder serves different machines.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+
+
+@cache
+def load_native(source: Path) -> ctypes.CDLL | None:
+    """The library of `source`, or None, with one warning, where it cannot be built."""
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if compiler is None:
+        warnings.warn("no C++ compiler: the slower torch path is used; install g++ for the native one", stacklevel=2)
+        return None
+    try:
+        return ctypes.CDLL(str(_build(source, compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or str(error)
+        warnings.warn(
+            f"{source.name} could not be built ({reason.strip().splitlines()[-1]}): the slower torch path is used",
+            stacklevel=2,
+        )
+        return None
+
+
+def _build(source: Path, compiler: str) -> Path:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    key = "\0".join([source.read_text(), version, *FLAGS, platform.machine(), _instruction_sets()])
+    home = Path(os.environ.get("QUANTGATE_HOME", Path.home() / ".cache" / "quantgate")).expanduser()
+    folder = home / "native"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    with (folder / f"{library.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                built = Path(temporary) / library.name
+                command = [compiler, *FLAGS, "-march=native", "-o", str(built), str(source)]
+                subprocess.run(command, capture_output=True, text=True, check=True)
+                built.replace(library)
+    return library
+
+
+def _instruction_sets() -> str:
+    """What -march=native depends on; empty where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,316 @@
+// Paged attention on a CPU: writes a step's keys and values into the block cache, then lets every query attend over its
+// own request's blocks. One idea: a work item is (a tile of queries of one request, one kv head); it walks the keys in
+// chunks of 64 with an online softmax (FlashAttention), all in float32, so decode and prefill are one path.
+//
+// Plain C interface (called through ctypes), GCC vector extensions (any instruction set), OpenMP threads (torch's own).
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));
+typedef uint16_t hvec __attribute__((vector_size(32)));
+
+constexpr int LANES = 16;
+constexpr int KEYS = 64;      // keys per chunk
+constexpr int QUERIES = 32;   // queries per tile
+constexpr float MASKED = -1e30f;
+
+enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+
+inline vec load(const float* p) { vec x; memcpy(&x, p, sizeof x); return x; }
+inline void store(float* p, vec x) { memcpy(p, &x, sizeof x); }
+
+inline vec load_bf16(const uint16_t* p) {
+  hvec h; memcpy(&h, p, sizeof h);
+  uvec bits = __builtin_convertvector(h, uvec) << 16;
+  return (vec)bits;
+}
+
+inline float from_bf16(uint16_t h) { uint32_t bits = (uint32_t)h << 16; float x; memcpy(&x, &bits, 4); return x; }
+
+inline uint16_t to_bf16(float x) {  // to nearest even
+  uint32_t bits; memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (bits >> 16) | 0x40;
+  return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+inline float sum(vec x) {
+  float lanes[LANES]; memcpy(lanes, &x, sizeof lanes);
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+// Cephes' expf: relative error below 2e-7; exactly 0 below -87.
+inline vec exp16(vec x) {
+  ivec tiny = x < -87.0f;
+  x = tiny ? vec{} - 87.0f : x;
+  vec n = x * 1.44269504f;
+  n = (n + 12582912.0f) - 12582912.0f;  // rounds to an integer
+  vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  vec p = vec{} + 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
+  vec y = p * (vec)power;
+  return tiny ? vec{} : y;
+}
+
+struct Step {
+  const int32_t* query_starts;  // [requests + 1]
+  const int32_t* context_lens;  // [requests]
+  const int32_t* block_tables;  // [requests, table_stride]
+  const int64_t* slots;         // [tokens]
+  int64_t table_stride;
+  int32_t num_requests, num_tokens, block_size, num_threads;
+};
+
+struct Shape {
+  int32_t heads, kv_heads, head_dim, window;  // window 0: none
+  float scaling, softcap;                     // softcap 0: none
+  int32_t dtype, kv_dtype;
+};
+
+struct Rows {  // [tokens, heads, head_dim], strides in elements, the last one is 1
+  const void* data;
+  int64_t token_stride, head_stride;
+};
+
+inline void read_row(const void* base, int64_t offset, int32_t dtype, int d, int padded, float* out) {
+  int i = 0;
+  if (dtype == BFLOAT16) {
+    const uint16_t* p = (const uint16_t*)base + offset;
+    for (; i + LANES <= d; i += LANES) store(out + i, load_bf16(p + i));
+    for (; i < d; i++) out[i] = from_bf16(p[i]);
+  } else {
+    const float* p = (const float*)base + offset;
+    for (; i + LANES <= d; i += LANES) store(out + i, load(p + i));
+    for (; i < d; i++) out[i] = p[i];
+  }
+  for (; i < padded; i++) out[i] = 0.0f;
+}
+
+inline void write_row(void* base, int64_t offset, int32_t dtype, int d, const float* in) {
+  if (dtype == BFLOAT16) {
+    uint16_t* p = (uint16_t*)base + offset;
+    for (int i = 0; i < d; i++) p[i] = to_bf16(in[i]);
+  } else {
+    memcpy((float*)base + offset, in, d * sizeof(float));
+  }
+}
+
+struct Tile { int32_t request, first, count; };  // queries [first, first + count) of the request's tokens in this step
+
+// scores [rows, KEYS] for few rows: one dot product after another.
+template <int V>
+void few_scores(const float* q, const float* k, int rows, int keys, float* scores) {
+  for (int j = 0; j < keys; j++)
+    for (int r = 0; r < rows; r++) {
+      vec total = load(q + r * V * LANES) * load(k + j * V * LANES);
+      for (int v = 1; v < V; v++) total += load(q + (r * V + v) * LANES) * load(k + (j * V + v) * LANES);
+      scores[r * KEYS + j] = sum(total);
+    }
+}
+
+// scores [rows, KEYS] from keys transposed to [head_dim, KEYS]; four rows at a time stay in registers, so up to three
+// rows of padding are computed too.
+void many_scores(const float* q, const float* kt, int rows, int d, int padded, float* scores) {
+  constexpr int R = 4, W = KEYS / LANES;
+  for (int r = 0; r < rows; r += R) {
+    vec total[R][W] = {};
+    for (int i = 0; i < d; i++) {
+      vec k[W];
+      for (int w = 0; w < W; w++) k[w] = load(kt + i * KEYS + w * LANES);
+      for (int a = 0; a < R; a++)
+        for (int w = 0; w < W; w++) total[a][w] += q[(r + a) * padded + i] * k[w];
+    }
+    for (int a = 0; a < R; a++)
+      for (int w = 0; w < W; w++) store(scores + (r + a) * KEYS + w * LANES, total[a][w]);
+  }
+}
+
+// out [rows, V * LANES] = out * decay [rows] + weights [rows, KEYS] x v [keys, V * LANES]
+template <int V, int R>
+void accumulate(const float* weights, const float* decay, const float* v, int keys, float* out) {
+  vec total[R][V];
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < V; i++) total[r][i] = load(out + (r * V + i) * LANES) * decay[r];
+  for (int j = 0; j < keys; j++) {
+    vec row[V];
+    for (int i = 0; i < V; i++) row[i] = load(v + (j * V + i) * LANES);
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < V; i++) total[r][i] += weights[r * KEYS + j] * row[i];
+  }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < V; i++) store(out + (r * V + i) * LANES, total[r][i]);
+}
+
+struct Scratch {
+  std::vector<float> memory;
+  float* take(size_t floats) {
+    if (memory.size() < floats + LANES) memory.resize(floats + LANES);
+    return (float*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+  }
+};
+
+template <int V>
+void attend(const Step& s, const Shape& shape, const Tile& tile, int kv_head, const void* keys, const void* values,
+            const Rows& query, void* out) {
+  const int d = shape.head_dim, padded = V * LANES, groups = shape.heads / shape.kv_heads;
+  const int rows = tile.count * groups, padded_rows = (rows + LANES - 1) / LANES * LANES;
+  static thread_local Scratch scratch;
+  float* q = scratch.take((size_t)padded_rows * (2 * padded + KEYS + 3) + (size_t)2 * KEYS * padded);
+  float* acc = q + padded_rows * padded;
+  float* scores = acc + padded_rows * padded;
+  float* highest = scores + padded_rows * KEYS;
+  float* total = highest + padded_rows;
+  float* decay = total + padded_rows;
+  float* k = decay + padded_rows;
+  float* v = k + KEYS * padded;
+  std::fill(q, q + padded_rows * 2 * padded, 0.0f);
+  std::fill(highest, highest + padded_rows, MASKED);
+  std::fill(total, total + padded_rows, 0.0f);
+
+  const int32_t start = s.query_starts[tile.request], num_queries = s.query_starts[tile.request + 1] - start;
+  const int32_t before = s.context_lens[tile.request] - num_queries + tile.first;  // position of the tile's first query
+  for (int i = 0; i < tile.count; i++)
+    for (int g = 0; g < groups; g++) {
+      float* row = q + (i * groups + g) * padded;
+      int64_t offset = (start + tile.first + i) * query.token_stride + (kv_head * groups + g) * query.head_stride;
+      read_row(query.data, offset, shape.dtype, d, padded, row);
+      for (int e = 0; e < d; e++) row[e] *= shape.scaling;
+    }
+
+  const int32_t* table = s.block_tables + tile.request * s.table_stride;
+  const int32_t end = before + tile.count;  // keys [begin, end) are seen by some query of the tile
+  const int32_t begin = shape.window > 0 ? std::max(0, before - shape.window + 1) : 0;
+  const bool few = rows < 8;
+  float one[16 * LANES];
+  for (int32_t first = begin; first < end; first += KEYS) {
+    const int count = std::min(KEYS, end - first);
+    for (int j = 0; j < count; j++) {
+      const int32_t position = first + j;
+      const int64_t slot = (int64_t)table[position / s.block_size] * s.block_size + position % s.block_size;
+      const int64_t offset = (slot * shape.kv_heads + kv_head) * d;
+      read_row(values, offset, shape.kv_dtype, d, padded, v + j * padded);
+      if (few) {
+        read_row(keys, offset, shape.kv_dtype, d, padded, k + j * padded);
+      } else {
+        read_row(keys, offset, shape.kv_dtype, d, padded, one);
+        for (int e = 0; e < d; e++) k[e * KEYS + j] = one[e];
+      }
+    }
+    if (few) {
+      few_scores<V>(q, k, rows, count, scores);
+    } else {
+      for (int e = 0; e < d; e++) std::fill(k + e * KEYS + count, k + (e + 1) * KEYS, 0.0f);
+      many_scores(q, k, rows, d, padded, scores);
+    }
+    for (int r = 0; r < rows; r++) {
+      float* row = scores + r * KEYS;
+      const int32_t position = before + r / groups;
+      if (shape.softcap > 0)
+        for (int j = 0; j < count; j++) row[j] = shape.softcap * std::tanh(row[j] / shape.softcap);
+      for (int j = count; j < KEYS; j++) row[j] = MASKED;
+      for (int j = std::max(0, position + 1 - first); j < count; j++) row[j] = MASKED;
+      if (shape.window > 0)
+        for (int j = 0; j < std::min(count, position - shape.window + 1 - first); j++) row[j] = MASKED;
+      vec tops = load(row);
+      for (int w = LANES; w < KEYS; w += LANES) tops = tops > load(row + w) ? tops : load(row + w);
+      float top = highest[r];
+      for (int i = 0; i < LANES; i++) top = std::max(top, tops[i]);
+      vec sums = {};
+      for (int w = 0; w < KEYS; w += LANES) {
+        vec weight = exp16(load(row + w) - top);
+        store(row + w, weight);
+        sums += weight;
+      }
+      decay[r] = exp16(vec{} + (highest[r] - top))[0];
+      total[r] = total[r] * decay[r] + sum(sums);
+      highest[r] = top;
+    }
+    constexpr int R = V <= 4 ? 4 : V <= 8 ? 2 : 1;
+    int r = 0;
+    for (; r + R <= rows; r += R)
+      accumulate<V, R>(scores + r * KEYS, decay + r, v, count, acc + r * padded);
+    for (; r < rows; r++) accumulate<V, 1>(scores + r * KEYS, decay + r, v, count, acc + r * padded);
+  }
+  for (int r = 0; r < rows; r++) {
+    const float inverse = 1.0f / total[r];
+    for (int e = 0; e < padded; e++) acc[r * padded + e] *= inverse;
+    const int64_t token = start + tile.first + r / groups, head = kv_head * groups + r % groups;
+    write_row(out, (token * shape.heads + head) * d, shape.dtype, d, acc + r * padded);
+  }
+}
+
+using Attend = void (*)(const Step&, const Shape&, const Tile&, int, const void*, const void*, const Rows&, void*);
+
+Attend attend_for(int head_dim) {
+  switch ((head_dim + LANES - 1) / LANES) {
+    case 1: return attend<1>;
+    case 2: return attend<2>;
+    case 3: return attend<3>;
+    case 4: return attend<4>;
+    case 5: return attend<5>;
+    case 6: return attend<6>;
+    case 7: return attend<7>;
+    case 8: return attend<8>;
+    case 12: return attend<12>;
+    case 16: return attend<16>;
+    default: return nullptr;
+  }
+}
+
+}  // namespace
+
+
+// keys, values: one layer's cache [blocks, block_size, kv_heads, head_dim] in kv_dtype. query, key, value: the step's
+// tokens in dtype. out [tokens, heads, head_dim] in dtype, contiguous.
+extern "C" void paged_attention(const Step* step, const Shape* shape_in, void* keys, void* values, const void* query,
+                                int64_t query_token_stride, int64_t query_head_stride, const void* key,
+                                int64_t key_token_stride, int64_t key_head_stride, const void* value,
+                                int64_t value_token_stride, int64_t value_head_stride, void* out) {
+  const Step& s = *step;
+  const Shape& shape = *shape_in;
+  const Rows q{query, query_token_stride, query_head_stride};
+  const Attend attend_tile = attend_for(shape.head_dim);
+  static thread_local std::vector<Tile> tiles_of_thread;
+  std::vector<Tile>& tiles = tiles_of_thread;
+  tiles.clear();
+  for (int32_t r = 0; r < s.num_requests; r++) {
+    const int32_t count = s.query_starts[r + 1] - s.query_starts[r];
+    // The last queries see the most keys: they go first, so that no thread ends with the longest tile.
+    for (int32_t first = (count - 1) / QUERIES * QUERIES; first >= 0; first -= QUERIES)
+      tiles.push_back({r, first, std::min(QUERIES, count - first)});
+  }
+  const int64_t items = (int64_t)tiles.size() * shape.kv_heads;
+  const int d = shape.head_dim;
+
+#pragma omp parallel num_threads(s.num_threads) if (s.num_threads > 1)
+  {
+    float row[16 * LANES];
+#pragma omp for schedule(static)
+    for (int32_t t = 0; t < s.num_tokens; t++)
+      for (int32_t h = 0; h < shape.kv_heads; h++) {
+        const int64_t to = (s.slots[t] * shape.kv_heads + h) * d;
+        read_row(key, t * key_token_stride + h * key_head_stride, shape.dtype, d, d, row);
+        write_row(keys, to, shape.kv_dtype, d, row);
+        read_row(value, t * value_token_stride + h * value_head_stride, shape.dtype, d, d, row);
+        write_row(values, to, shape.kv_dtype, d, row);
+      }
+#pragma omp for schedule(dynamic)
+    for (int64_t item = 0; item < items; item++)
+      attend_tile(s, shape, tiles[item / shape.kv_heads], item % shape.kv_heads, keys, values, q, out);
+  }
+}
