@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import gguf
 import numpy as np
@@ -181,3 +182,29 @@ def test_what_is_no_gguf_is_said(tmp_path, content):
         (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(QuantizeError, match=r"x\.gguf"):
         convert_gguf(tmp_path / "x.gguf", tmp_path / "out")
+
+
+@pytest.mark.real
+def test_smollm2_is_what_its_gguf_says():
+    from quantgate.errors import FrontDoorError
+    from quantgate.fetch import fetch
+
+    try:
+        folder = fetch("smollm2-135m")
+    except FrontDoorError as failure:
+        pytest.skip(str(failure))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("hello 2024").input_ids == [28120, 216, 34, 32, 34, 36]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    for topic in list(topics.values())[:40]:
+        assert tokenizer.decode(tokenizer(topic).input_ids) == topic
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    answer = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    assert answer[-1] == 2
