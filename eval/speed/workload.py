@@ -1,7 +1,7 @@
 """What traffic a speed measurement runs: a YAML file, checked, or a ready one of `tasks/workloads` by its name.
 
 `mode` says how requests come: `closed` keeps `concurrency` of them in flight, `open` lets them arrive at `rate` whether
-or not the engine keeps up, `trace` replays a JSONL file's timestamps, and `sweep` repeats `closed` or `open` over a list.
+or not the engine keeps up, `trace` replays timestamps of a JSONL file, `sweep` repeats `closed` or `open` over a list.
 """
 
 import difflib

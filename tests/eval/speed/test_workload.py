@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from eval.errors import EvalError
+from eval.speed.plan import plan_traffic
 from eval.speed.prompts import DISTINCT_TOKENS, PromptSource
-from eval.speed.traffic import Traffic, plan_traffic
+from eval.speed.traffic import Traffic
 from eval.speed.workload import load_workload, ready_workloads
 
 CLOSED = "mode: closed\nconcurrency: 2\nrequests: 6\nwarmup: 2\ninput_tokens: 20\noutput_tokens: {uniform: [3, 5]}\n"
