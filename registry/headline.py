@@ -1,104 +1,126 @@
 """The handful of numbers that say at a glance whether a variant is smaller, faster or worse.
 
-A campaign logs hundreds of metrics. These few summarize them under names that sort before all others in MLflow's tables
-and charts (`headline.` < `memory.` < `quality.` < `quantize.` < `speed.`), the same for every task suite and workload.
+A campaign logs hundreds of metrics. `Headline` holds the few that a table shows, absolute and against the baseline.
+`glance` gives the comparisons short names that begin with a digit, so that they come first in MLflow's tables and
+charts and are still readable where MLflow cuts a chart's title after eight letters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from registry.variant import VariantRecord
 
-DEFINITIONS = {
-    "headline.size_ratio": "weights as served, variant / baseline (smaller is better)",
-    "headline.size_mb": "weights as served, in 10^6 bytes",
-    "headline.decode_speed_ratio": "decode tokens per second, variant / baseline, interleaved (larger is better)",
-    "headline.decode_tokens_per_second": "decode tokens per second on this machine",
-    "headline.ttft_p95_ratio": "95th percentile of time to first token, variant / baseline (smaller is better)",
-    "headline.ttft_p95_ms": "95th percentile of time to first token, in ms",
-    "headline.perplexity_ratio": "perplexity, variant / baseline; the worst corpus (smaller is better)",
-    "headline.perplexity": "perplexity; the first corpus of the suite",
-    "headline.accuracy": "mean accuracy over the suite's tasks",
-    "headline.accuracy_delta": "mean of the tasks' paired accuracy differences (larger is better)",
-    "headline.worst_task_delta": "the largest loss of accuracy on any one task",
+GLANCE = {
+    "1_size_x": "weights as served, times the baseline's (less is better)",
+    "2_speed_x": "decode tokens per second, times the baseline's (more is better)",
+    "3_ttft_x": "95th percentile of time to first token, times the baseline's (less is better)",
+    "4_ppl_x": "perplexity, times the baseline's, on the worst corpus (less is better)",
+    "5_acc_pts": "mean paired difference of accuracy, in points (more is better)",
+    "6_worst_pts": "the worst task's paired difference of accuracy, in points (more is better)",
 }
 
 
-def headline(variant: VariantRecord) -> dict[str, float]:
-    """The headline metrics that can be told from what was measured; names as in DEFINITIONS."""
+@dataclass(frozen=True)
+class Headline:
+    """One variant in a table's row. `_ratio`: times the baseline's; None: not measured."""
+
+    weights_bytes: float | None
+    size_ratio: float | None
+    decode_tokens_per_second: float | None
+    decode_ratio: float | None
+    ttft_p95_ms: float | None
+    ttft_ratio: float | None
+    perplexity: float | None
+    perplexity_ratio: float | None
+    accuracy: float | None
+    accuracy_delta: float | None
+    worst_task_delta: float | None
+
+
+def headline(variant: VariantRecord) -> Headline:
+    """The variant's headline numbers, from its flat metrics."""
     metrics = variant.metrics()
+    accuracies = task_accuracies(variant)
+    deltas = [metrics[f"{name}.delta"] for name in accuracies if f"{name}.delta" in metrics]
+    return Headline(
+        weights_bytes=_first(metrics, "memory.weights_bytes"),
+        size_ratio=_first(metrics, "memory.weights_bytes.ratio"),
+        decode_tokens_per_second=_first(metrics, "speed.*.decode_tokens_per_second"),
+        decode_ratio=_first(metrics, "speed.*.decode_tokens_per_second.ratio"),
+        ttft_p95_ms=_first(metrics, "speed.*.ttft_ms.p95"),
+        ttft_ratio=_first(metrics, "speed.*.ttft_ms.p95.ratio"),
+        perplexity=_first(metrics, "quality.*.perplexity"),
+        perplexity_ratio=max(_all(metrics, "quality.*.perplexity.ratio"), default=None),
+        accuracy=sum(accuracies.values()) / len(accuracies) if accuracies else None,
+        accuracy_delta=sum(deltas) / len(deltas) if deltas else None,
+        worst_task_delta=min(deltas, default=None),
+    )
+
+
+def glance(variant: VariantRecord, is_baseline: bool) -> dict[str, float]:
+    """The metrics of GLANCE, rounded for reading (the exact values stand under their own names).
+
+    The baseline's are 1 and 0 by definition, so that its bar stands beside the others; where it was timed against
+    itself, what was measured (the noise floor).
+    """
+    numbers = headline(variant)
     found = {
-        "headline.size_ratio": _first(metrics, "memory.weights_bytes.ratio"),
-        "headline.size_mb": _scaled(_first(metrics, "memory.weights_bytes"), 1e-6),
-        "headline.decode_speed_ratio": _first(metrics, "speed.*.decode_tokens_per_second.ratio"),
-        "headline.decode_tokens_per_second": _first(metrics, "speed.*.decode_tokens_per_second"),
-        "headline.ttft_p95_ratio": _first(metrics, "speed.*.ttft_ms.p95.ratio"),
-        "headline.ttft_p95_ms": _first(metrics, "speed.*.ttft_ms.p95"),
-        "headline.perplexity": _first(metrics, "quality.*.perplexity"),
-        "headline.perplexity_ratio": max(_all(metrics, "quality.*.perplexity.ratio"), default=None),
+        "1_size_x": numbers.size_ratio,
+        "2_speed_x": numbers.decode_ratio,
+        "3_ttft_x": numbers.ttft_ratio,
+        "4_ppl_x": numbers.perplexity_ratio,
+        "5_acc_pts": None if numbers.accuracy_delta is None else 100 * numbers.accuracy_delta,
+        "6_worst_pts": None if numbers.worst_task_delta is None else 100 * numbers.worst_task_delta,
     }
-    accuracies = list(task_accuracies(variant).values())
-    if accuracies:
-        found["headline.accuracy"] = sum(accuracies) / len(accuracies)
-    deltas = [metrics[f"{name}.delta"] for name in task_accuracies(variant) if f"{name}.delta" in metrics]
-    if deltas:
-        found |= {"headline.accuracy_delta": sum(deltas) / len(deltas), "headline.worst_task_delta": min(deltas)}
-    return {name: found[name] for name in DEFINITIONS if found.get(name) is not None}  # type: ignore[misc]
+    by_definition = {name: 1.0 if name.endswith("_x") else 0.0 for name in GLANCE} if is_baseline else {}
+    return by_definition | {name: round(value, 3) for name, value in found.items() if value is not None}
 
 
 def task_accuracies(variant: VariantRecord) -> dict[str, float]:
-    """One accuracy per task, by flat metric name: `acc` where the task has it, else the first where higher is better."""
+    """One accuracy per task, by flat metric name: `acc` where the task has it, else its first that should rise."""
     chosen: dict[str, tuple[str, float]] = {}
     for task in (variant.quality or {}).get("tasks") or []:
-        if not task.get("higher_is_better"):
-            continue
-        if task["name"] not in chosen or task["metric"] == "acc":
+        if task.get("higher_is_better") and (task["name"] not in chosen or task["metric"] == "acc"):
             chosen[task["name"]] = (task["metric"], float(task["value"]))
     return {f"quality.{task}.{metric}": value for task, (metric, value) in chosen.items()}
 
 
-def workload_name(variant: VariantRecord) -> str | None:
-    """The workload whose speed was measured, from the metric names."""
-    names = [name for name in variant.metrics() if fnmatchcase(name, "speed.*.ttft_ms.p95")]
-    return names[0].removeprefix("speed.").removesuffix(".ttft_ms.p95") if names else None
-
-
 def markdown_table(variants: Sequence[VariantRecord]) -> str:
-    """Variants in rows, headline metrics in columns, the verdict last; for MLflow's descriptions."""
+    """Variants in rows, headline numbers in columns, the verdict last; for MLflow's descriptions."""
     rows = [
-        "| variant | size | decode speed | TTFT p95 | perplexity | accuracy | verdict |",
+        "| variant | verdict | size | decode speed | TTFT p95 | perplexity | accuracy |",
         "|---|---|---|---|---|---|---|",
     ]
     for variant in variants:
         numbers = headline(variant)
         cells = [
             variant.name,
-            _cell(numbers, "headline.size_mb", "headline.size_ratio", "{:.0f} MB"),
-            _cell(numbers, "headline.decode_tokens_per_second", "headline.decode_speed_ratio", "{:.0f} tok/s"),
-            _cell(numbers, "headline.ttft_p95_ms", "headline.ttft_p95_ratio", "{:.0f} ms"),
-            _cell(numbers, "headline.perplexity", "headline.perplexity_ratio", "{:.2f}"),
-            _accuracy_cell(numbers),
             f"**{variant.verdict}**" if variant.verdict else "the baseline",
+            _cell("{:.0f} MB", numbers.weights_bytes, numbers.size_ratio, scale=1e-6),
+            _cell("{:.0f} tok/s", numbers.decode_tokens_per_second, numbers.decode_ratio),
+            _cell("{:.0f} ms", numbers.ttft_p95_ms, numbers.ttft_ratio),
+            _cell("{:.2f}", numbers.perplexity, numbers.perplexity_ratio),
+            _accuracy_cell(numbers),
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def _cell(numbers: Mapping[str, float], absolute: str, ratio: str, form: str) -> str:
-    if absolute not in numbers:
+def _cell(form: str, value: float | None, ratio: float | None, scale: float = 1.0) -> str:
+    if value is None:
         return "not measured"
-    told = form.format(numbers[absolute])
-    return f"{told} ({numbers[ratio]:.2f}x)" if ratio in numbers else told
+    told = form.format(value * scale)
+    return told if ratio is None else f"{told} ({ratio:.2f}x)"
 
 
-def _accuracy_cell(numbers: Mapping[str, float]) -> str:
-    if "headline.accuracy" not in numbers:
+def _accuracy_cell(numbers: Headline) -> str:
+    if numbers.accuracy is None:
         return "not measured"
-    told = f"{numbers['headline.accuracy'] * 100:.1f} %"
-    delta = numbers.get("headline.accuracy_delta")
-    return told if delta is None else f"{told} ({delta * 100:+.1f})"
+    told = f"{numbers.accuracy * 100:.1f} %"
+    return told if numbers.accuracy_delta is None else f"{told} ({numbers.accuracy_delta * 100:+.1f})"
 
 
 def _all(metrics: Mapping[str, float], glob: str) -> list[float]:
@@ -107,7 +129,3 @@ def _all(metrics: Mapping[str, float], glob: str) -> list[float]:
 
 def _first(metrics: Mapping[str, float], glob: str) -> float | None:
     return next(iter(_all(metrics, glob)), None)
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor

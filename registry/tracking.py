@@ -1,8 +1,8 @@
 """A campaign in MLflow: one experiment per baseline, one run per variant.
 
 Metric names are flat and stable, so that MLflow's own compare view, parallel coordinates and difference filter work
-unaided; `headline.*` come first. Logging is idempotent: a variant is found again by its `variant_key` tag, a run whose
-evidence has not changed is left alone, and one whose evidence has is brought up to date in place.
+unaided; the glance metrics come first. Logging is idempotent: a variant is found again by its `variant_key` tag, a
+run whose evidence has not changed is left alone, and one whose evidence has is brought up to date in place.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from registry import plots
 from registry.errors import RegistryError
-from registry.headline import DEFINITIONS, headline, markdown_table
+from registry.headline import glance
 from registry.json_files import document_digest, file_digest
+from registry.mlflow_view import VIEW, VIEW_TAG, experiment_tags, run_colour, run_name, run_note
 from registry.model_versions import CHAMPION, register_variant, version_with_alias
 from registry.store import artifact_location, check_store, client, speaking_to_store, store_uri, ui_command
 from registry.variant import CampaignRecord, VariantRecord
 
-__all__ = ["check_store", "find_run", "log_campaign", "log_variant", "model_name", "store_uri", "ui_command"]
+__all__ = ["check_store", "find_run", "log_campaign", "log_variant", "model_name", "store_uri", "ui_command", "ui_url"]
 
 EVIDENCE_FILES = (
     "quality/samples.parquet",
@@ -52,7 +53,8 @@ def log_campaign(campaign: CampaignRecord, report: Path | None = None) -> dict[s
         baseline_run = runs.get(campaign.baseline.name)
         runs[variant.name] = log_variant(variant, campaign, experiment_id, baseline_run_id=baseline_run, report=report)
     with speaking_to_store():
-        store.set_experiment_tag(experiment_id, "mlflow.note.content", _experiment_note(campaign))
+        for name, value in experiment_tags(campaign).items():
+            store.set_experiment_tag(experiment_id, name, value)
     return runs
 
 
@@ -69,7 +71,7 @@ def log_variant(
     with speaking_to_store():
         run_id = find_run(store, experiment_id, variant.key)
         if run_id is None:
-            run_id = store.create_run(experiment_id, run_name=variant.name).info.run_id
+            run_id = store.create_run(experiment_id, run_name=run_name(variant, baseline_run_id is None)).info.run_id
         run = store.get_run(run_id)
         evidence = _evidence_digest(variant)
         if run.data.tags.get("evidence_digest") != evidence:
@@ -89,6 +91,18 @@ def find_run(store: MlflowClient, experiment_id: str, key: str) -> str | None:
     return runs[0].info.run_id if runs else None
 
 
+def ui_url(port: int) -> str:
+    """The address, in the UI at `port`, of the saved view on the newest campaign; the front page if there is none."""
+    store = client()
+    with speaking_to_store():
+        experiments = store.search_experiments(order_by=["last_update_time DESC"], max_results=200)
+    root = f"http://127.0.0.1:{port}"
+    for experiment in experiments:
+        if VIEW_TAG in experiment.tags:
+            return f"{root}/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey={VIEW}"
+    return root
+
+
 def model_name(campaign: CampaignRecord) -> str:
     """The name of experiment and registered model: the baseline's name, and enough of its key to be its alone."""
     safe = "".join(letter if letter.isalnum() or letter in "-_. " else "-" for letter in campaign.model)
@@ -106,10 +120,11 @@ def _log_evidence(
 ) -> None:
     tags = _tags(variant, campaign, baseline_run_id)
     store.log_batch(run_id, params=_new_params(store, run_id, variant), tags=[RunTag(k, v) for k, v in tags.items()])
-    store.set_tag(run_id, "mlflow.note.content", _note(variant, campaign))
+    is_baseline = baseline_run_id == run_id
+    store.update_run(run_id, name=run_name(variant, is_baseline))
     model_id = _logged_model(store, experiment_id, run_id, variant, tags)
     now = int(time.time() * 1000)
-    values = {**variant.metrics(), **headline(variant)}
+    values = glance(variant, is_baseline) | variant.metrics()
     metrics = [Metric(name, value, now, 0, model_id=model_id, run_id=run_id) for name, value in values.items()]
     for start in range(0, len(metrics), METRICS_PER_CALL):
         store.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_CALL])
@@ -124,7 +139,7 @@ def _log_evidence(
             store.log_figure(run_id, figure, f"plots/{name}.png")
     name = model_name(campaign)
     version = register_variant(store, name, variant, run_id, model_id, tags)
-    if baseline_run_id == run_id and version_with_alias(store, name, CHAMPION) is None:
+    if is_baseline and version_with_alias(store, name, CHAMPION) is None:
         store.set_registered_model_alias(name, CHAMPION, version.version)
     # Last, so that a run that was cut short is logged again.
     store.set_tag(run_id, "evidence_digest", evidence)
@@ -150,6 +165,8 @@ def _tags(variant: VariantRecord, campaign: CampaignRecord, baseline_run_id: str
         "campaign": campaign.name,
         "baseline_run_id": baseline_run_id,
         "verdict": variant.verdict or "baseline",
+        "mlflow.note.content": run_note(variant, campaign),
+        "mlflow.runColor": run_colour(variant, campaign),
     }
     for name, value in variant.identity.items():
         if isinstance(value, str | int | float):
@@ -224,21 +241,3 @@ def _log_files(store: MlflowClient, run_id: str, variant: VariantRecord) -> None
 def _evidence_digest(variant: VariantRecord) -> str:
     documents = (variant.name, variant.manifest, variant.quality, variant.speed, variant.comparison)
     return document_digest([None if each is None else each for each in documents])
-
-
-def _note(variant: VariantRecord, campaign: CampaignRecord) -> str:
-    if variant.name == campaign.baseline.name:
-        return f"The baseline that every other run is compared with.\n\n{markdown_table(campaign.variants)}"
-    reasons = "\n".join(f"- {reason}" for reason in (variant.comparison or {}).get("reasons") or [])
-    table = markdown_table([campaign.baseline, variant])
-    return f"Verdict: **{variant.verdict or 'not compared'}**\n\n{reasons}\n\n{table}"
-
-
-def _experiment_note(campaign: CampaignRecord) -> str:
-    meaning = "\n".join(f"- `{name}`: {words}" for name, words in DEFINITIONS.items())
-    return (
-        f"May a quantized {campaign.model} replace the original? Campaign {campaign.name}.\n\n"
-        f"{markdown_table(campaign.variants)}\n\n"
-        "In brackets: against the baseline, measured in pairs. Select the runs and press Compare.\n\n"
-        f"{meaning}"
-    )
