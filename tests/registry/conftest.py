@@ -1,8 +1,10 @@
 """Fixtures of the registry's tests: a campaign folder, and an MLflow store and database of their own."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from registry.compare import compare
 from registry.policy import load_policy
@@ -19,6 +21,20 @@ def campaign(tmp_path: Path) -> CampaignRecord:
         if name != "baseline":
             compare(folder / "variants" / "baseline", folder / "variants" / name, policy, folder / "variants" / name)
     return CampaignRecord.read(folder, checkpoints=checkpoints(folder), model="SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with its tables and nothing in them: making one takes seconds, copying one does not."""
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path, empty_store: Path, own_stores: None) -> MlflowClient:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    return MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
 
 
 @pytest.fixture(autouse=True)
