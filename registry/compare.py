@@ -21,7 +21,7 @@ from registry.policy import Policy
 from registry.variant import VariantRecord, quantize_metrics
 from registry.verdict import Check, Interval, Measurement, decide
 
-_DERIVED = (".ratio", ".ratio.low", ".ratio.high", ".baseline")
+_DERIVED = (".ratio", ".ratio.low", ".ratio.high")
 
 
 def compare(baseline_dir: Path, candidate_dir: Path, policy: Policy, out: Path | None) -> dict[str, Any]:
@@ -37,7 +37,9 @@ def compare_variants(
 ) -> dict[str, Any]:
     """`compare` on records, for checkpoints that lie outside their variant folders."""
     if candidate.quality is None and candidate.speed is None:
-        raise RegistryError(f"{candidate.directory}: neither quality/ nor speed/ was measured; evaluate it first")
+        raise RegistryError(
+            f"{candidate.name} ({candidate.quality_folder.parent}): neither quality nor speed was measured; do that first"
+        )
     _same_weights_scored_and_timed(baseline, candidate)
     tasks, changed = _paired_quality(baseline, candidate, policy.confidence)
     measurements = [_of_task(task) for task in tasks]
@@ -87,13 +89,11 @@ def _paired_quality(
     if candidate.quality is None or baseline.quality is None:
         if candidate.quality is not None or baseline.quality is not None:
             missing = baseline if baseline.quality is None else candidate
-            raise RegistryError(
-                f"{missing.directory / 'quality'}: not evaluated, so there is nothing to pair; evaluate it"
-            )
+            raise RegistryError(f"{missing.quality_folder}: not evaluated, so there is nothing to pair; evaluate it")
         return [], []
     try:
-        before = read_samples(baseline.directory / "quality" / "samples.parquet")
-        after = read_samples(candidate.directory / "quality" / "samples.parquet")
+        before = read_samples(baseline.quality_folder / "samples.parquet")
+        after = read_samples(candidate.quality_folder / "samples.parquet")
         return compare_tasks(before, after, confidence), flips(before, after)
     except EvalError as error:
         raise RegistryError(f"{candidate.name} against {baseline.name}: {error}") from None
@@ -116,7 +116,7 @@ def _of_task(task: TaskComparison) -> Measurement:
 
 def _of_speed_and_memory(baseline: VariantRecord, candidate: VariantRecord) -> list[Measurement]:
     measured = _numbers(candidate.speed)
-    before = _numbers(baseline.speed)
+    before = _numbers(baseline.speed) | _numbers(candidate.speed, "baseline_metrics")
     if candidate.manifest is not None:
         measured = quantize_metrics(candidate.manifest) | measured
     return [
@@ -127,17 +127,24 @@ def _of_speed_and_memory(baseline: VariantRecord, candidate: VariantRecord) -> l
 
 
 def _ratio(name: str, measured: Mapping[str, float], before: Mapping[str, float]) -> Interval | None:
-    """The measured ratio; bytes are exact, so theirs may also come from two separate measurements."""
+    """The measured ratio with its interval. Bytes are exact: theirs has none, and may come from separate runs.
+
+    A speed ratio without an interval (too few requests to resample a percentile) decides nothing, so it is left out.
+    """
     ratio = measured.get(f"{name}.ratio")
-    if ratio is not None:
-        return Interval(ratio, measured.get(f"{name}.ratio.low", ratio), measured.get(f"{name}.ratio.high", ratio))
-    if name.startswith("memory.") and before.get(name):
-        return Interval.exact(measured[name] / before[name])
+    low, high = measured.get(f"{name}.ratio.low"), measured.get(f"{name}.ratio.high")
+    if ratio is not None and low is not None and high is not None:
+        return Interval(ratio, low, high)
+    if name.startswith("memory."):
+        if ratio is not None:
+            return Interval.exact(ratio)
+        if before.get(name):
+            return Interval.exact(measured[name] / before[name])
     return None
 
 
-def _numbers(document: Mapping[str, Any] | None) -> dict[str, float]:
-    return {} if document is None else {name: float(value) for name, value in (document.get("metrics") or {}).items()}
+def _numbers(document: Mapping[str, Any] | None, part: str = "metrics") -> dict[str, float]:
+    return {name: float(value) for name, value in ((document or {}).get(part) or {}).items()}
 
 
 def _findings(baseline: VariantRecord, candidate: VariantRecord) -> list[Check]:
@@ -169,6 +176,6 @@ def _same_weights_scored_and_timed(baseline: VariantRecord, candidate: VariantRe
         for digest in ("weights_digest", "tokenizer_digest"):
             if scored.get(digest) and timed.get(digest) and scored[digest] != timed[digest]:
                 raise RegistryError(
-                    f"{candidate.directory / 'speed'}: timed the {side} with {digest} {str(timed[digest])[:12]}, but "
+                    f"{candidate.speed_folder}: timed the {side} with {digest} {str(timed[digest])[:12]}, but "
                     f"quality scored {str(scored[digest])[:12]}; measure both on the same checkpoint"
                 )

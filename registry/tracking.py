@@ -27,14 +27,8 @@ from registry.variant import CampaignRecord, VariantRecord
 
 __all__ = ["check_store", "find_run", "log_campaign", "log_variant", "model_name", "store_uri", "ui_command", "ui_url"]
 
-EVIDENCE_FILES = (
-    "quality/samples.parquet",
-    "quality/batches.parquet",
-    "speed/requests.parquet",
-    "speed/steps.parquet",
-    "speed/resources.parquet",
-)
-DOCUMENTS = ("quality/quality.json", "speed/speed.json", "comparison.json")
+QUALITY_EVIDENCE = ("samples.parquet", "batches.parquet")
+SPEED_EVIDENCE = ("requests.parquet", "steps.parquet", "resources.parquet")
 MAX_PARAM_LENGTH = 6000
 METRICS_PER_CALL = 500
 
@@ -175,8 +169,8 @@ def _tags(variant: VariantRecord, campaign: CampaignRecord, baseline_run_id: str
     if manifest:
         tags["recipe_digest"] = document_digest(manifest.get("recipe") or {})
         tags["source_digest"] = str(manifest.get("source_digest"))
-    if (variant.directory / "comparison.json").exists():
-        tags["comparison_digest"] = file_digest(variant.directory / "comparison.json")
+    if variant.comparison_file is not None:
+        tags["comparison_digest"] = file_digest(variant.comparison_file)
     if variant.checkpoint is not None:
         tags["checkpoint"] = str(variant.checkpoint.absolute())
     return tags
@@ -230,12 +224,15 @@ def _replace_table(store: MlflowClient, run_id: str, path: str, rows: list[Mappi
 
 
 def _log_files(store: MlflowClient, run_id: str, variant: VariantRecord) -> None:
-    for names, folder in ((EVIDENCE_FILES, "evidence"), (DOCUMENTS, "documents")):
-        for name in names:
-            if (variant.directory / name).exists():
-                store.log_artifact(run_id, str(variant.directory / name), folder)
-    if variant.manifest is not None and variant.checkpoint is not None:
-        store.log_artifact(run_id, str(variant.checkpoint / "quantgate.json"), "documents")
+    evidence = [variant.quality_folder / name for name in QUALITY_EVIDENCE]
+    evidence += [variant.speed_folder / name for name in SPEED_EVIDENCE]
+    documents = [variant.quality_folder / "quality.json", variant.speed_folder / "speed.json", variant.comparison_file]
+    if variant.checkpoint is not None:
+        documents.append(variant.checkpoint / "quantgate.json")
+    for files, folder in ((evidence, "evidence"), (documents, "documents")):
+        for file in files:
+            if file is not None and file.exists():
+                store.log_artifact(run_id, str(file), folder)
 
 
 def _evidence_digest(variant: VariantRecord) -> str:

@@ -8,7 +8,7 @@ the flat recipe, and the digest that says which variant this is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,15 @@ def variant_key(identity: Document) -> str:
 
 @dataclass(frozen=True)
 class VariantRecord:
-    """One variant of a campaign. A document is None where its stage has not run."""
+    """One variant of a campaign. A document is None where its stage has not run.
+
+    The folders hold the evidence files beside quality.json and speed.json.
+    """
 
     name: str
-    directory: Path
+    quality_folder: Path
+    speed_folder: Path
+    comparison_file: Path | None = None
     checkpoint: Path | None = None
     manifest: Document | None = None
     quality: Document | None = None
@@ -47,14 +52,24 @@ class VariantRecord:
             raise RegistryError(f"{directory}: no such variant folder")
         if checkpoint is None and (directory / "checkpoint").exists():
             checkpoint = directory / "checkpoint"
+        record = cls.of_results(name or directory.name, checkpoint, directory / "quality", directory / "speed")
+        comparison = directory / "comparison.json"
+        if not comparison.exists():
+            return record
+        return replace(record, comparison_file=comparison, comparison=read_json(comparison))
+
+    @classmethod
+    def of_results(cls, name: str, checkpoint: Path | None, quality: Path, speed: Path | None) -> VariantRecord:
+        """A variant whose results lie in folders of their own; it has no comparison."""
+        speed_folder = speed if speed is not None else quality.parent / "speed"
         return cls(
-            name=name or directory.name,
-            directory=directory,
+            name=name,
+            quality_folder=quality,
+            speed_folder=speed_folder,
             checkpoint=checkpoint,
             manifest=_read_if_there(checkpoint / "quantgate.json") if checkpoint else None,
-            quality=_read_if_there(directory / "quality" / "quality.json"),
-            speed=_read_if_there(directory / "speed" / "speed.json"),
-            comparison=_read_if_there(directory / "comparison.json"),
+            quality=_read_if_there(quality / "quality.json"),
+            speed=_read_if_there(speed_folder / "speed.json") if speed is not None else None,
         )
 
     @property
@@ -63,7 +78,7 @@ class VariantRecord:
         if self.quality is not None:
             return dict(self.quality.get("identity") or {})
         if self.speed is not None:
-            return dict(self.speed.get("candidate identity") or self.speed.get("candidate") or {})
+            return dict(self.speed.get("candidate") or {})
         return {}
 
     @property
@@ -71,7 +86,7 @@ class VariantRecord:
         try:
             return variant_key(self.identity)
         except RegistryError as error:
-            raise RegistryError(f"variant {self.name} ({self.directory}): {error}") from None
+            raise RegistryError(f"variant {self.name} ({self.quality_folder}): {error}") from None
 
     @property
     def verdict(self) -> str | None:

@@ -126,9 +126,8 @@ def _check(rule: Rule, kind: str, limit: float, measurement: Measurement, policy
         samples=measurement.samples,
     )
     if interval is None:
-        return replace(
-            check, reason=f"{measurement.name} was not measured in pairs with the baseline, so its {unit} is unknown"
-        )
+        missing = f"no {unit} to the baseline with an interval (not measured in pairs, or too few samples)"
+        return replace(check, reason=f"{measurement.name}: {missing}")
     # From here on "worse" is upwards: low and high are how far the ends lie beyond the limit.
     low, value, high = _beyond(kind, limit, interval, measurement.higher_is_better)
     status: Status = "pass" if high <= 0 else "fail" if low > 0 else "inconclusive"

@@ -94,6 +94,25 @@ def test_a_policy_may_limit_what_the_quantizer_counted(campaign: CampaignRecord)
     assert compare_variants(campaign.baseline, gptq, policy, None)["verdict"] == "pass"
 
 
+def test_a_speed_ratio_without_an_interval_decides_nothing(pair: tuple[Path, Path]) -> None:
+    baseline, candidate = pair
+    path = candidate / "speed" / "speed.json"
+    metrics = json.loads(path.read_text())["metrics"]
+    del metrics["speed.chat.ttft_ms.p95.ratio.low"]
+    rewrite(path, metrics=metrics)
+    document = compare(baseline, candidate, POLICY, None)
+    (check,) = (check for check in document["checks"] if check["name"] == "speed.chat.ttft_ms.p95")
+    assert check["status"] == "nodata"
+    assert "too few samples" in check["reason"]
+
+
+def test_results_in_folders_of_their_own_compare_the_same(pair: tuple[Path, Path]) -> None:
+    baseline, candidate = pair
+    records = [VariantRecord.of_results(each.name, None, each / "quality", each / "speed") for each in pair]
+    separate = compare_variants(*records, POLICY, None)
+    assert separate["verdict"] == compare(baseline, candidate, POLICY, None)["verdict"]
+
+
 def test_half_an_evaluation_is_named(pair: tuple[Path, Path]) -> None:
     baseline, _ = pair
     (baseline / "quality" / "quality.json").write_text("{")

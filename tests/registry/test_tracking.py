@@ -152,7 +152,7 @@ def test_the_saved_view_shows_the_glance_columns(store: MlflowClient, small: Cam
 def test_the_mirror_follows_a_release_to_promotion_and_back(store: MlflowClient, small: CampaignRecord) -> None:
     tracking.log_campaign(small)
     model = tracking.model_name(small)
-    submitted = release.submit(named(small, "int8").directory, actor="anna")
+    submitted = release.submit(named(small, "int8").comparison_file, actor="anna")
     assert submitted.mirror.startswith("MLflow shows it")
     version = find_version(store, submitted.variant_key).version
 
@@ -175,7 +175,7 @@ def test_a_release_goes_on_while_mlflow_is_down_and_says_so(
     small: CampaignRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    submitted = release.submit(named(small, "int8").directory, actor="anna")
+    submitted = release.submit(named(small, "int8").comparison_file, actor="anna")
     assert submitted.state == "evaluated"
     assert submitted.mirror == f"pending: {release.verify().mirror_problems[0].removeprefix('pending: ')}"
     assert "does not answer" in submitted.mirror
@@ -227,4 +227,4 @@ def test_the_headline_says_smaller_faster_worse(campaign: CampaignRecord) -> Non
 
 
 def test_an_unmeasured_variant_has_no_glance_numbers(tmp_path: Path) -> None:
-    assert glance(VariantRecord("bare", tmp_path), is_baseline=False) == {}
+    assert glance(VariantRecord("bare", tmp_path, tmp_path), is_baseline=False) == {}

@@ -70,7 +70,7 @@ def test_a_limit_on_what_was_not_measured_is_inconclusive() -> None:
 def test_an_unpaired_speed_cannot_pass() -> None:
     verdict = decide(SPEED, [Measurement("speed.chat.decode", 120.0)])
     assert verdict.verdict == "inconclusive"
-    assert "not measured in pairs" in verdict.reasons[0]
+    assert "(not measured in pairs" in verdict.reasons[0]
 
 
 def test_nothing_critical_passes_nothing() -> None:
