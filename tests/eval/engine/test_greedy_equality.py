@@ -1,0 +1,114 @@
+"""A request's greedy tokens are transformers' own, whatever else the engine does at the same time."""
+
+import pytest
+import torch
+
+from eval.engine import Engine, EngineConfig, SamplingParams
+
+MAX_TOKENS = 12
+PARAMS = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+
+SCHEDULES = {
+    "together": {},
+    "chunks of one token": {"max_prefill_chunk": 1},
+    "chunks of seven tokens": {"max_prefill_chunk": 7},
+    "a budget of nine tokens per step": {"max_batched_tokens": 9, "max_num_seqs": 8},
+    "forced preemption": {"num_blocks": 40, "max_num_seqs": 16},
+    "preemption in chunks of seven": {"num_blocks": 40, "max_num_seqs": 16, "max_prefill_chunk": 7},
+    "no prefix cache": {"prefix_caching": False},
+    "preemption without prefix cache": {"num_blocks": 40, "max_num_seqs": 16, "prefix_caching": False},
+    "shortest prompt first": {"scheduler_policy": "shortest-prompt", "max_num_seqs": 4},
+    "torch attention": {"attention_backend": "torch"},
+    "one-token blocks": {"block_size": 1},
+}
+OTHERS = ("qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt_neox", "opt")
+
+
+def engine_on(model, **options):
+    return Engine(model, None, EngineConfig(**({"block_size": 4, "num_blocks": 1200} | options)))
+
+
+def tokens_of(engine, prompts):
+    completions = engine.generate(prompts, PARAMS)
+    engine.check_integrity()
+    assert {completion.finish_reason for completion in completions} == {"length"}
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def llama_case(tiny_model, random_prompts, greedy_reference):
+    """64 prompts of 1 to 60 tokens, a quarter of which begin with another's first 30."""
+    prompts = random_prompts(64)
+    longest = max(prompts, key=len)
+    prompts[::4] = [longest[:30] + prompt[:20] for prompt in prompts[::4]]
+    return prompts, greedy_reference(tiny_model("llama"), prompts, MAX_TOKENS)
+
+
+def test_alone(llama_case, tiny_model):
+    prompts, expected = llama_case
+    engine = engine_on(tiny_model("llama"))
+    assert [tokens_of(engine, [prompt])[0] for prompt in prompts] == expected
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sixty_four_prompts(schedule, llama_case, tiny_model):
+    prompts, expected = llama_case
+    engine = engine_on(tiny_model("llama"), **SCHEDULES[schedule])
+    assert tokens_of(engine, prompts) == expected
+    if "preemption" in schedule:
+        assert sum(record.preemptions for record in engine.telemetry.requests) > 0
+
+
+def test_prefix_hits_change_nothing(llama_case, tiny_model):
+    prompts, expected = llama_case
+    engine = engine_on(tiny_model("llama"))
+    tokens_of(engine, prompts)
+    engine.telemetry.clear()
+    assert tokens_of(engine, prompts) == expected
+    hits = sum(record.prompt_cache_hit for record in engine.telemetry.requests)
+    assert hits > 0.8 * sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_other_architectures(architecture, tiny_model, random_prompts, greedy_reference):
+    prompts = random_prompts(10)
+    prompts[1] = prompts[0][:20] + prompts[1]
+    expected = greedy_reference(tiny_model(architecture), prompts, MAX_TOKENS)
+    model = tiny_model(architecture)
+    for options in ({}, {"max_prefill_chunk": 7}, {"num_blocks": 40}, {"attention_backend": "torch"}):
+        engine = engine_on(model, **options)
+        assert tokens_of(engine, prompts) == expected, f"{architecture} with {options}"
+        assert [tokens_of(engine, [prompt])[0] for prompt in prompts[:3]] == expected[:3]
+
+
+def test_preempted_request_keeps_its_streamed_tokens(tiny_model, random_prompts):
+    engine = engine_on(tiny_model("llama"), num_blocks=40, max_num_seqs=16)
+    prompts = random_prompts(12)
+    streamed = {engine.add_request(prompt, PARAMS): [] for prompt in prompts}
+    while engine.has_unfinished():
+        for output in engine.step():
+            streamed[output.request_id] += output.new_token_ids
+    assert sum(record.preemptions for record in engine.telemetry.requests) > 0
+    roomy = engine_on(tiny_model("llama"))
+    assert list(streamed.values()) == tokens_of(roomy, prompts)
+
+
+@pytest.mark.real
+def test_real_model_in_float32(real_checkpoint, greedy_reference):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    texts = (
+        "The capital of France is",
+        "def fibonacci(n):\n    ",
+        "Once upon a time, in a village by the sea,",
+        "Water boils at",
+        "The three primary colours are red, " * 12,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(real_checkpoint)
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    reference = AutoModelForCausalLM.from_pretrained(real_checkpoint, dtype=torch.float32)
+    expected = greedy_reference(reference, prompts, 24)
+    params = SamplingParams(max_tokens=24)
+    for options in ({}, {"max_prefill_chunk": 7, "num_blocks": 12, "max_num_seqs": 4}):
+        engine = Engine.from_checkpoint(real_checkpoint, dtype="float32", **options)
+        assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
