@@ -38,7 +38,7 @@ def compare_variants(
     """`compare` on records, for checkpoints that lie outside their variant folders."""
     if candidate.quality is None and candidate.speed is None:
         raise RegistryError(
-            f"{candidate.name} ({candidate.quality_folder.parent}): neither quality nor speed was measured; do that first"
+            f"{candidate.name} ({candidate.quality_folder.parent}): neither quality nor speed is measured; do it first"
         )
     _same_weights_scored_and_timed(baseline, candidate)
     tasks, changed = _paired_quality(baseline, candidate, policy.confidence)
