@@ -179,18 +179,26 @@ def _memory_figures(campaign: CampaignRecord) -> list[tuple[str, Markup]]:
     for label, metric in _MEMORY.items():
         rows = []
         for variant in campaign.variants:
-            metrics = variant.metrics()
-            if metric not in metrics:
+            value, ratio = variant.metrics().get(metric), variant.metrics().get(f"{metric}.ratio")
+            is_baseline = variant is campaign.baseline
+            if is_baseline and value is None:
+                value = _baseline_bytes(campaign, metric)
+            if value is None:
                 continue
-            ratio = metrics.get(f"{metric}.ratio")
-            told = f"{metrics[metric] / 1e6:,.0f} MB"
-            if ratio is not None and variant is not campaign.baseline:
-                told += f" ({ratio:.2f}x)"
-            status = "base" if variant is campaign.baseline else "candidate"
-            rows.append(BarRow(variant.name, metrics[metric], told, status))
+            told = f"{value / 1e6:,.0f} MB" + ("" if ratio is None or is_baseline else f" ({ratio:.2f}x)")
+            rows.append(BarRow(variant.name, value, told, "base" if is_baseline else "candidate"))
         if rows:
             figures.append((label, bars(rows, label)))
     return figures
+
+
+def _baseline_bytes(campaign: CampaignRecord, metric: str) -> float | None:
+    """The baseline's bytes as a candidate's record of them tells: its own divided by its ratio."""
+    for candidate in campaign.candidates:
+        metrics = candidate.metrics()
+        if metric in metrics and metrics.get(f"{metric}.ratio"):
+            return metrics[metric] / metrics[f"{metric}.ratio"]
+    return None
 
 
 def _flips(flips: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]], int]]:
