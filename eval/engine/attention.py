@@ -96,13 +96,14 @@ class TorchAttention:
 
 @dataclass
 class LayerCall:
-    """What one attention layer asked for when the model was probed."""
+    """What one attention layer asked for when the model was probed; `unknown`: what the engine does not have."""
 
     layer: int
     num_kv_heads: int
     head_dim: int
     value_head_dim: int
     window: int | None
+    unknown: str | None
 
 
 class _Active:
@@ -113,7 +114,7 @@ class _Active:
     calls: list[LayerCall] | None = None
 
 
-_REFUSED = ("s_aux", "sinks", "alibi", "position_bias")
+_UNKNOWN_KINDS = ("s_aux", "sinks", "alibi", "position_bias")
 
 
 def _paged_attention(
@@ -133,10 +134,8 @@ def _paged_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if _Active.calls is not None:
-        for name in _REFUSED:
-            if kwargs.get(name) is not None:
-                raise EvalError(f"{type(module).__name__} uses {name} in its attention, which the engine does not have")
-        _Active.calls.append(LayerCall(layer, key.shape[1], key.shape[3], value.shape[3], sliding_window))
+        unknown = next((name for name in _UNKNOWN_KINDS if kwargs.get(name) is not None), None)
+        _Active.calls.append(LayerCall(layer, key.shape[1], key.shape[3], value.shape[3], sliding_window, unknown))
         groups = query.shape[1] // key.shape[1]
         attended = nn.functional.scaled_dot_product_attention(
             query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), is_causal=True, scale=scaling

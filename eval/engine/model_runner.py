@@ -48,6 +48,9 @@ def _geometry_of(calls: list[LayerCall], name: str, config: object) -> KVGeometr
             f"{name}: {len(calls)} of its {len(expected)} layers reach transformers' AttentionInterface; "
             "the engine cannot run it"
         )
+    unknown = {call.unknown for call in calls} - {None}
+    if unknown:
+        raise EvalError(f"{name}: its attention uses {', '.join(map(str, unknown))}, which the engine does not have")
     shapes = {(call.num_kv_heads, call.head_dim, call.value_head_dim) for call in calls}
     if len(shapes) != 1 or any(call.head_dim != call.value_head_dim for call in calls):
         raise EvalError(f"{name}: its layers' keys and values differ in shape ({shapes}); the engine needs them equal")

@@ -39,11 +39,12 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], stop_ids: frozense
         None if finite else "the model's logits are not finite (NaN or infinity in its weights or activations)"
         for finite in torch.isfinite(best).tolist()
     ]
-    random_rows = [row for row, request in enumerate(requests) if request.params.temperature > 0 and not errors[row]]
-    if random_rows:
-        drawn = _draw(logits[random_rows].float(), [requests[row] for row in random_rows])
-        for row, token_id in zip(random_rows, drawn.tolist(), strict=True):
-            token_ids[row] = token_id
+    for ordered in (False, True):
+        rows = [row for row, request in enumerate(requests) if not errors[row] and _is_random(request, ordered)]
+        if rows:
+            drawn = _draw(logits[rows].float(), [requests[row] for row in rows], ordered)
+            for row, token_id in zip(rows, drawn.tolist(), strict=True):
+                token_ids[row] = token_id
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     for row, request in enumerate(requests):
         if request.params.logprobs is not None and errors[row] is None:
@@ -70,15 +71,21 @@ def sample_each(logits: torch.Tensor, requests: Sequence[Request], stop_ids: fro
         return Sampled(token_ids, logprobs, errors)
 
 
-def _draw(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
-    """Token ids [rows] by inverse transform sampling from the filtered distribution of `logits` [rows, vocabulary]."""
+def _is_random(request: Request, ordered: bool) -> bool:
+    """Whether the request samples, and with (or without) a filter that needs the tokens in order. Sorting costs most of
+    a step; and the order decides which token a number means, so it must be the request's own affair."""
+    params = request.params
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1) == ordered
+
+
+def _draw(logits: torch.Tensor, requests: list[Request], ordered: bool) -> torch.Tensor:
+    """Token ids [rows] by inverse transform sampling from the filtered distribution of `logits` [rows, vocabulary];
+    `ordered`: with top-k and top-p."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
 
     params = [request.params for request in requests]
-    # Sorting costs most of a step, so only rows with top-k or top-p are worth it.
-    ordered = any(p.top_k > 0 or p.top_p < 1 for p in params)
     # Below zero before the division, so that a tiny temperature gives -inf and never NaN.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).double() / column([p.temperature for p in params])
     indices = None

@@ -1,0 +1,95 @@
+"""The native kernel computes what the plain torch backend computes."""
+
+import pytest
+import torch
+
+from eval.engine.attention import StepContext, TorchAttention
+from eval.engine.native_attention import NativeAttention, native_library, supports
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+QUERY_LENS = [1, 1, 7, 40, 100]
+CONTEXT_LENS = [1, 130, 50, 40, 230]
+
+SHAPES = [(9, 3, 64), (4, 1, 128), (4, 4, 20), (2, 2, 256), (32, 4, 80)]
+
+# float32 sums in another order: 230 terms of size 1. bfloat16 outputs below 4 round by 2^-8 of themselves.
+BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2}
+
+
+def random_step(kv):
+    """Two decodes, a prefill chunk with context, and two prefills, over shuffled blocks."""
+    blocks = torch.randperm(NUM_BLOCKS).int()
+    tables = torch.zeros(len(CONTEXT_LENS), 16, dtype=torch.int32)
+    slots, used, starts = [], 0, [0]
+    for row, (query_len, context_len) in enumerate(zip(QUERY_LENS, CONTEXT_LENS, strict=True)):
+        count = -(-context_len // BLOCK_SIZE)
+        tables[row, :count] = blocks[used : used + count]
+        used += count
+        starts.append(starts[-1] + query_len)
+        positions = torch.arange(context_len - query_len, context_len)
+        slots.append(tables[row][positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE)
+    return StepContext(
+        kv,
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(CONTEXT_LENS, dtype=torch.int32),
+        tables,
+        torch.cat(slots),
+    )
+
+
+@pytest.fixture(scope="module")
+def library():
+    built = native_library()
+    if built is None:
+        pytest.skip("no C++ compiler here")
+    return built
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (70, None), (None, 3.0), (33, 2.0)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+)
+def test_native_equals_torch(library, dtype, kv_dtype, heads, kv_heads, head_dim, window, softcap):
+    torch.manual_seed(0)
+    kv = torch.randn(2, 2, NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim).to(kv_dtype)
+    expected_kv = kv.clone()
+    tokens = sum(QUERY_LENS)
+    query = torch.randn(tokens, heads, head_dim).to(dtype)
+    # transformers hands over transposed views: the kernel must follow the strides.
+    key = torch.randn(kv_heads, tokens, head_dim).to(dtype).transpose(0, 1)
+    value = torch.randn(tokens, kv_heads, head_dim).to(dtype)
+    torch.manual_seed(1)
+    step = random_step(kv)
+    expected_step = StepContext(expected_kv, step.query_starts, step.context_lens, step.block_tables, step.slot_mapping)
+    case = (1, query, key, value, head_dim**-0.5, window, softcap)
+    expected = TorchAttention().attend(expected_step, *case)
+    actual = NativeAttention(library).attend(step, *case)
+    assert torch.equal(kv, expected_kv)
+    assert (actual.float() - expected.float()).abs().max() < BOUND[dtype]
+
+
+def test_keys_far_apart_in_size_stay_finite(library):
+    kv = torch.zeros(1, 2, 8, BLOCK_SIZE, 1, 16)
+    step = StepContext(
+        kv,
+        torch.tensor([0, 100], dtype=torch.int32),
+        torch.tensor([100], dtype=torch.int32),
+        torch.arange(7, dtype=torch.int32)[None],
+        torch.arange(100),
+    )
+    key = torch.linspace(-400, 400, 100)[:, None, None].expand(100, 1, 16).contiguous()
+    value = torch.randn(100, 1, 16)
+    output = NativeAttention(library).attend(step, 0, torch.ones(100, 1, 16), key, value, 1.0, None, None)
+    # Each key is larger than all before it by far more than exp can bridge: every token attends to itself alone.
+    assert torch.allclose(output, value, atol=1e-6)
+
+
+def test_cases_without_a_kernel_are_known_beforehand():
+    cpu = torch.device("cpu")
+    assert supports(64, torch.bfloat16, torch.bfloat16, cpu)
+    assert not supports(64, torch.float16, torch.float16, cpu)
+    assert not supports(200, torch.float32, torch.float32, cpu)
+    assert not supports(64, torch.bfloat16, torch.bfloat16, torch.device("meta"))
