@@ -82,7 +82,9 @@ class Machine:
     """Cores that other processes were using when this was written."""
 
     def to_mapping(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain lists and dictionaries, equal to what JSON gives back."""
+        mapping: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return mapping
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for an old measurement to stand for a new one."""

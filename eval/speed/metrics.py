@@ -155,13 +155,20 @@ def latency_values(block: Block, metric: str) -> list[list[float]]:
     return [of(request) if request.finished else [] for request in block.measured()]
 
 
-def statistic(values: Sequence[float] | np.ndarray, name: str) -> float:
-    """`p50`..`p99` (linear interpolation), `mean` or `max` of at least one value."""
-    if name == "mean":
-        return float(np.mean(values))
-    if name == "max":
-        return float(np.max(values))
-    return float(np.percentile(values, float(name[1:])))
+def statistics(values: Sequence[float] | np.ndarray, names: Sequence[str] = STATISTICS) -> dict[str, float]:
+    """`p50`..`p99` (linear interpolation), `mean` and `max` of at least one value."""
+    ordered = np.sort(np.asarray(values, dtype=float))
+    found = {}
+    for name in names:
+        if name == "mean":
+            found[name] = float(ordered.mean())
+        elif name == "max":
+            found[name] = float(ordered[-1])
+        else:
+            place = (len(ordered) - 1) * float(name[1:]) / 100
+            below, above = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
+            found[name] = float(below + (above - below) * (place - int(place)))
+    return found
 
 
 def kept_slo(request: RequestTiming, limits: SloLimits) -> bool:

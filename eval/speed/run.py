@@ -286,12 +286,14 @@ def _bandwidth(name: str, blocks: list[Block], memory: dict[str, float], machine
 
 
 def _validity(workers: dict[str, _Side], workload: Workload, sampler: ResourceSampler) -> dict[str, str]:
+    pairs = min(len(blocks) for blocks in workers["candidate"].blocks.values()) if "baseline" in workers else None
     return check_validity(
         {side: [block for of_point in state.blocks.values() for block in of_point] for side, state in workers.items()},
         {side: state.request_records for side, state in workers.items()},
         foreign_cores=sampler.foreign_cores,
         quiet_cores=QUIET_CORES,
         open_loop=any(point.mode in ("open", "trace") for point in workload.points()),
+        pairs=pairs,
     )
 
 

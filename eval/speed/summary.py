@@ -1,9 +1,7 @@
 """Blocks of both sides to flat metrics: `speed.<workload>.<metric>.<statistic>` and their ratios, `memory.<metric>`."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from eval.speed.bootstrap import Interval, pair_ratio_interval, request_ratio_intervals, step_ratio_interval
 from eval.speed.metrics import (
@@ -14,7 +12,7 @@ from eval.speed.metrics import (
     SloLimits,
     latency_values,
     pooled,
-    statistic,
+    statistics,
     window_rates,
 )
 
@@ -28,7 +26,7 @@ def measured_metrics(name: str, blocks: Sequence[Block], limits: SloLimits | Non
     for metric in LATENCIES:
         values = [value for block in blocks for request in latency_values(block, metric) for value in request]
         if values:
-            found.update({f"speed.{name}.{metric}.{which}": statistic(values, which) for which in STATISTICS})
+            found.update({f"speed.{name}.{metric}.{which}": value for which, value in statistics(values).items()})
     for metric, slices in STEP_RATES.items():
         parts = [part for block in blocks for part in slices(block)]
         if parts:
@@ -67,7 +65,7 @@ def ratio_metrics(
         left = [latency_values(block, metric) for block in baseline]
         right = [latency_values(block, metric) for block in candidate]
         observed = sum(len(request) for block in left for request in block)
-        wanted = {which: _of(which) for which in STATISTICS if _can_resample(which, observed)}
+        wanted = [which for which in STATISTICS if _can_resample(which, observed)]
         intervals = request_ratio_intervals(left, right, wanted, seed=_seed(seed, metric), confidence=confidence)
         for which in STATISTICS:
             add(f"speed.{name}.{metric}.{which}", intervals.get(which))
@@ -106,10 +104,6 @@ def memory_metrics(sides: Mapping[str, Mapping[str, float]]) -> dict[str, dict[s
 def cost_per_million_tokens(price_per_hour: float, output_tokens_per_second: float) -> float:
     """In the currency of the price."""
     return price_per_hour / 3600 / output_tokens_per_second * 1e6
-
-
-def _of(which: str) -> Callable[[np.ndarray], float]:
-    return lambda values: statistic(values, which)
 
 
 def _can_resample(which: str, observed: int) -> bool:

@@ -20,6 +20,7 @@ BIMODAL_EXPLAINED = 0.8
 BIMODAL_RATIO = 1.3
 CLOCK_TOLERANCE_MS = 10.0
 QUEUE_GROWTH_MS = 250.0
+ENOUGH_PAIRS = 2
 
 
 def check_validity(
@@ -29,8 +30,10 @@ def check_validity(
     foreign_cores: Sequence[float],
     quiet_cores: float,
     open_loop: bool,
+    pairs: int | None,
 ) -> dict[str, str]:
-    """All checks. `blocks` and `request_records` (the engine's) are by side, over all repeats."""
+    """All checks. `blocks` and `request_records` (the engine's) are by side, over all repeats; `pairs` is None where
+    one side was measured alone."""
     checks = {
         "prefix_cache": _each_side(blocks, prefix_cache),
         "preemptions": _each_side(blocks, preemptions),
@@ -44,6 +47,8 @@ def check_validity(
         "bimodal": _each_side(blocks, bimodal),
         "quiet_machine": quiet_machine(foreign_cores, quiet_cores),
     }
+    if pairs is not None:
+        checks["enough_pairs"] = enough_pairs(pairs)
     if open_loop:
         checks["steady_queue"] = _each_side(blocks, steady_queue)
     return checks
@@ -165,6 +170,13 @@ def quiet_machine(foreign_cores: Sequence[float], quiet_cores: float) -> str:
     if mean <= quiet_cores:
         return PASS
     return f"warn: other processes used {mean:.2f} cores on average (at most {max(foreign_cores):.2f})"
+
+
+def enough_pairs(pairs: int) -> str:
+    """Whether the ratios' intervals can know of drift between blocks."""
+    return (
+        PASS if pairs >= ENOUGH_PAIRS else "warn: a single pair of blocks shows no drift between blocks; repeat 4 times"
+    )
 
 
 def steady_queue(blocks: Sequence[Block]) -> str | None:

@@ -77,7 +77,7 @@ class Workload(_Part):
     trace: Path | None = None
     requests: PositiveInt | None = None
     warmup: Annotated[int, Field(ge=0)] = 0
-    repeats: PositiveInt = 2
+    repeats: PositiveInt = 4
     seed: int = 0
     input_tokens: Lengths | None = None
     output_tokens: Lengths | None = None
