@@ -28,7 +28,7 @@ from eval.engine.sampler import sample_each
 from eval.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
 from eval.engine.telemetry import StepRecord, Telemetry
 from eval.errors import EvalError
-from quantize.load import load_model
+from quantize.load import load_model, numerics
 from quantize.progress import Progress
 
 ENGINE_VERSION = "0.1.0"
@@ -263,14 +263,14 @@ class Engine:
 
     def identity(self) -> dict[str, Any]:
         """What decides the engine's numbers: two engines of equal identity give equal qualities."""
-        numbers = _numerics(self.model)
+        numbers = numerics(self.model)
         counts: dict[str, int] = {}
         for kernel in numbers["kernels"].values():
             counts[kernel] = counts.get(kernel, 0) + 1
         return {
             **self._digests,
             "compute": numbers["compute"],
-            "dtype": str(numbers["dtype"]).removeprefix("torch."),
+            "dtype": numbers["dtype"],
             "kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "kernels": counts,
             "attention_backend": self._runner.backend.name,
@@ -285,7 +285,7 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes of the served weights and of the KV cache as allocated, and what a token takes of it."""
         return {
-            "weights_bytes": int(_numerics(self.model)["weights_bytes"]),
+            "weights_bytes": int(numerics(self.model)["weights_bytes"]),
             "kv_cache_bytes": self._kv.nbytes,
             "kv_block_bytes": self._block_bytes,
             "kv_bytes_per_token": self._block_bytes // self.config.block_size,
@@ -412,8 +412,3 @@ class Engine:
                 self._step_for(requests)
         if progress is not None:
             progress(what, len(requests), len(requests))
-
-
-def _numerics(model: PreTrainedModel) -> dict[str, Any]:
-    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
-    return {"compute": "a16", "dtype": model.dtype, "kernels": {}, "weights_bytes": sum(tensors.values())}

@@ -21,7 +21,10 @@ FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno",
 
 @cache
 def load_native(source: Path) -> ctypes.CDLL | None:
-    """The library of `source`, or None, with one warning, where it cannot be built."""
+    """The library of `source`, or None, with one warning, where it cannot be built. `QUANTGATE_NATIVE=0` turns it
+    off."""
+    if os.environ.get("QUANTGATE_NATIVE") == "0":
+        return None
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         warnings.warn("no C++ compiler: the slower torch path is used; install g++ for the native one", stacklevel=2)
@@ -41,7 +44,7 @@ def _build(source: Path, compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     key = "\0".join([source.read_text(), version, *FLAGS, platform.machine(), _instruction_sets()])
     home = Path(os.environ.get("QUANTGATE_HOME", Path.home() / ".cache" / "quantgate")).expanduser()
-    folder = home / "native"
+    folder = home / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     with (folder / f"{library.name}.lock").open("w") as lock:
