@@ -39,6 +39,7 @@ class ReleaseRow(Base):
     version: Mapped[int]
     candidate: Mapped[str] = mapped_column(String(200))
     variant_key: Mapped[str] = mapped_column(String(64))
+    baseline_key: Mapped[str] = mapped_column(String(64))
     verdict: Mapped[str] = mapped_column(String(20))
     evidence_path: Mapped[str] = mapped_column(Text)
     evidence_digest: Mapped[str] = mapped_column(String(64))

@@ -11,7 +11,7 @@ import os
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
@@ -22,6 +22,9 @@ from registry.json_files import file_digest, read_json
 from registry.ledger import LedgerLine, LedgerRow, ReleaseRow, ledger_session
 from registry.transitions import DRAFT, FINAL, next_state
 from registry.variant import variant_key
+
+if TYPE_CHECKING:
+    from registry.mirror import Picture
 
 PENDING = "pending"
 
@@ -68,10 +71,7 @@ def submit(comparison: Path, name: str | None = None, actor: str | None = None) 
     """
     path = (comparison / "comparison.json" if comparison.is_dir() else comparison).absolute()
     document = read_json(path)
-    candidate = document.get("candidate") or {}
-    for field, value in (("verdict", document.get("verdict")), ("candidate.identity", candidate.get("identity"))):
-        if not value:
-            raise RegistryError(f"{path}: no '{field}', so it is not a comparison; run quantgate compare again")
+    _check_comparison(path, document)
     who, digest = _actor(actor), file_digest(path)
     release_id = name or _default_name(path)
     with ledger_session() as session:
@@ -154,16 +154,24 @@ def history(release_id: str) -> list[LedgerLine]:
 
 
 def verify() -> Verification:
-    """Recompute the whole chain, bring MLflow up to date, and say what is wrong with either."""
+    """Recompute the whole chain, compare MLflow with it and bring that up to date; says what was wrong with either."""
+    # Here and below, because importing MLflow takes seconds that `show` and `history` need not spend.
+    from registry import mirror
+
     with ledger_session() as session:
         problems = ledger.check_integrity(session)
         ledger_lines = ledger.lines(session)
-        names = list(session.scalars(select(ReleaseRow.id).order_by(ReleaseRow.id)))
-    # A mirror of a broken ledger would spread the damage.
-    told = [_mirrored(release_id).mirror or "" for release_id in names] if not problems else []
-    pending = [line for line in told if line.startswith(PENDING)]
+        # Of several releases of one variant, MLflow shows the one that was acted on last.
+        rows = {row.id: row for row in session.scalars(select(ReleaseRow))}
+        latest = {
+            rows[line.release_id].variant_key: line.release_id for line in ledger_lines if line.release_id in rows
+        }
+        # A mirror of a broken ledger would spread the damage.
+        pictures = [] if problems else [_picture(session, rows[release_id]) for release_id in latest.values()]
+    told = [mirror.difference(picture) for picture in pictures]
+    told += [line for line in map(mirror.show, pictures) if line.startswith(PENDING)]
     head = ledger_lines[-1].hash if ledger_lines else ledger.FIRST_PREVIOUS_HASH
-    return Verification(len(ledger_lines), head, tuple(problems), tuple(pending))
+    return Verification(len(ledger_lines), head, tuple(problems), tuple(line for line in told if line))
 
 
 def _step(session: Session, row: ReleaseRow, action: str, actor: str, reason: str, **evidence: str) -> None:
@@ -187,11 +195,20 @@ def _step(session: Session, row: ReleaseRow, action: str, actor: str, reason: st
     ledger.append(session, row, at=_now(), actor=actor, action=action, from_state=before, reason=reason)
 
 
+def _check_comparison(path: Path, document: dict[str, Any]) -> None:
+    needed = {"verdict": document.get("verdict")}
+    needed |= {f"{side}.identity": (document.get(side) or {}).get("identity") for side in ("candidate", "baseline")}
+    for field, value in needed.items():
+        if not value:
+            raise RegistryError(f"{path}: no '{field}', so it is not a comparison; run quantgate compare again")
+
+
 def _evidence(path: Path, digest: str, document: dict[str, Any]) -> dict[str, str]:
     candidate = document["candidate"]
     return {
         "candidate": str(candidate.get("name") or path.parent.name),
         "variant_key": variant_key(candidate["identity"]),
+        "baseline_key": variant_key(document["baseline"]["identity"]),
         "verdict": str(document["verdict"]),
         "evidence_path": str(path),
         "evidence_digest": digest,
@@ -200,13 +217,32 @@ def _evidence(path: Path, digest: str, document: dict[str, Any]) -> dict[str, st
 
 def _mirrored(release_id: str) -> Release:
     """The release, after showing its state in MLflow."""
-    # Here, because importing MLflow takes seconds that `show` and `history` need not spend.
-    from registry.mirror import show_state
+    from registry import mirror
 
     with ledger_session() as session:
         row = _row(session, release_id)
-        release, head = _release(row), ledger.lines(session, release_id)[-1].hash
-    return replace(release, mirror=show_state(release.variant_key, release.id, release.state, head))
+        release, picture = _release(row), _picture(session, row)
+    return replace(release, mirror=mirror.show(picture))
+
+
+def _picture(session: Session, row: ReleaseRow) -> Picture:
+    """What MLflow ought to show of this release."""
+    from registry.mirror import Picture
+
+    acts = session.execute(
+        select(ReleaseRow.variant_key, LedgerRow.to_state)
+        .join(LedgerRow, LedgerRow.release_id == ReleaseRow.id)
+        .where(ReleaseRow.baseline_key == row.baseline_key)
+        .order_by(LedgerRow.sequence)
+    )
+    return Picture(
+        release_id=row.id,
+        variant_key=row.variant_key,
+        baseline_key=row.baseline_key,
+        state=row.state,
+        ledger_hash=ledger.lines(session, row.id)[-1].hash,
+        acts=tuple((key, state) for key, state in acts),
+    )
 
 
 def _row(session: Session, release_id: str) -> ReleaseRow:

@@ -18,6 +18,7 @@ def write_comparison(folder: Path, verdict: str = "pass", weights: str = "a" * 6
     folder.mkdir(parents=True, exist_ok=True)
     identity = {"weights_digest": weights, "tokenizer_digest": "t", "compute": "a16", "dtype": "bfloat16"}
     document = {
+        "baseline": {"name": "baseline", "identity": {**identity, "weights_digest": "0" * 64}},
         "verdict": verdict,
         "reasons": [f"because it is a {verdict}"],
         "candidate": {"name": folder.name, "identity": identity},
@@ -29,7 +30,8 @@ def write_comparison(folder: Path, verdict: str = "pass", weights: str = "a" * 6
 @pytest.fixture(autouse=True)
 def no_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mirror has its own tests; here it would only cost time."""
-    monkeypatch.setattr("registry.mirror.show_state", lambda *_: "pending: not asked")
+    monkeypatch.setattr("registry.mirror.show", lambda _: "pending: not asked")
+    monkeypatch.setattr("registry.mirror.difference", lambda _: None)
 
 
 @pytest.fixture
@@ -161,7 +163,7 @@ def _approve_in_process(
 ) -> None:
     from registry import mirror
 
-    mirror.show_state = lambda *_: "pending: not asked"
+    mirror.show = lambda _: "pending: not asked"
     start.wait()
     try:
         results.put(release.approve("r", actor=name).state)

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from registry import release, tracking
 from registry.errors import RegistryError
 from registry.headline import GLANCE, glance, headline
-from registry.mirror import show_state
+from registry.mirror import Picture, show
 from registry.model_versions import find_version
 from registry.store import check_store, ui_command
 from registry.variant import CampaignRecord, VariantRecord
@@ -167,8 +167,22 @@ def test_the_mirror_follows_a_release_to_promotion_and_back(store: MlflowClient,
         release.act(submitted.id, action, "anna", "step")
     assert aliases() == {"champion": str(version), "previous": baseline}
     release.act(submitted.id, "rollback", "anna", "errors")
-    assert aliases() == {"champion": baseline, "previous": baseline}
-    assert release.verify().ok
+    assert aliases() == {"champion": baseline}
+    assert release.verify().mirror_problems == ()
+
+
+def test_verify_finds_and_mends_a_mirror_that_somebody_moved(store: MlflowClient, small: CampaignRecord) -> None:
+    tracking.log_campaign(small)
+    model = tracking.model_name(small)
+    submitted = release.submit(named(small, "int8").comparison_file, actor="anna")
+    version = find_version(store, submitted.variant_key).version
+    store.set_model_version_tag(model, version, "release.state", "promoted")
+    (problem,) = release.verify().mirror_problems
+    assert "MLflow showed release.state promoted, the ledger says evaluated" in problem
+    store.set_registered_model_alias(model, "champion", version)
+    (problem,) = release.verify().mirror_problems
+    assert "alias champion" in problem
+    assert release.verify().mirror_problems == ()
 
 
 def test_a_release_goes_on_while_mlflow_is_down_and_says_so(
@@ -182,7 +196,8 @@ def test_a_release_goes_on_while_mlflow_is_down_and_says_so(
 
 
 def test_a_release_of_a_variant_that_was_not_logged_is_pending(store: MlflowClient) -> None:
-    assert show_state("0" * 64, "r", "evaluated", "h").startswith("pending: the variant is not in MLflow")
+    picture = Picture("r", "0" * 64, "1" * 64, "evaluated", "h", (("0" * 64, "evaluated"),))
+    assert show(picture).startswith("pending: the variant is not in MLflow")
 
 
 @pytest.fixture
