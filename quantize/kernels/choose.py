@@ -8,20 +8,35 @@ from torch import nn
 from quantize.kernels.builtin import BuiltinInt4, BuiltinInt8
 from quantize.kernels.dequantized import Dequantized
 from quantize.kernels.dynamic_int8 import DynamicInt8, cpu_multiplies_int8_exactly
+from quantize.kernels.native import NativeDynamicInt8, NativeInt4, NativeInt8, library
 from quantize.scheme import QuantizedWeight
 
 
 def choose_kernel(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A module that owns the weight, on `device`. float32 always dequantizes, which is the reference itself; torch's
-    small-batch kernels want bf16 and scales that bf16 holds (elsewhere they are 10 to 70 times slower)."""
+    """A module that owns the weight, on `device`. float32 always dequantizes, which is the reference itself, except
+    that int8 activations meet int8 weights in every dtype, since their product is exact."""
+    kernel = _on_cpu(weight, dtype) if device.type == "cpu" else None
+    if kernel is None and DynamicInt8.supports(weight.scheme):
+        kernel = DynamicInt8(weight, integer_product=device.type == "cpu" and cpu_multiplies_int8_exactly())
+    return (kernel or Dequantized(weight)).to(device)
+
+
+def _on_cpu(weight: QuantizedWeight, dtype: torch.dtype) -> nn.Module | None:
+    """Ours where they can be built, else torch's, which want bf16 and scales that bf16 holds (with other activations
+    they are 10 to 70 times slower)."""
     outputs, inputs = weight.codes.shape
     scheme = weight.scheme
-    if DynamicInt8.supports(scheme):
-        exact = device.type == "cpu" and cpu_multiplies_int8_exactly()
-        return DynamicInt8(weight, integer_product=exact).to(device)
-    if device.type == "cpu" and dtype == torch.bfloat16 and weight.scale.dtype == torch.bfloat16:
-        if BuiltinInt8.supports(scheme, outputs, inputs):
-            return BuiltinInt8(weight)
-        if BuiltinInt4.supports(scheme, outputs, inputs):
-            return BuiltinInt4(weight)
-    return Dequantized(weight).to(device)
+    native = library() is not None
+    if native and dtype in (torch.bfloat16, torch.float32) and NativeDynamicInt8.supports(scheme, inputs):
+        return NativeDynamicInt8(weight)
+    if dtype != torch.bfloat16:
+        return None
+    if native and NativeInt8.supports(scheme, inputs):
+        return NativeInt8(weight)
+    if native and NativeInt4.supports(scheme, inputs):
+        return NativeInt4(weight)
+    if weight.scale.dtype != torch.bfloat16:
+        return None
+    if BuiltinInt8.supports(scheme, outputs, inputs):
+        return BuiltinInt8(weight)
+    return BuiltinInt4(weight) if BuiltinInt4.supports(scheme, outputs, inputs) else None

@@ -133,6 +133,7 @@ def test_we_load_what_the_library_writes(tiny_llama, tmp_path, name):
         "torch-linear",
         "torch-int8-dynamic",
         "exact-float-int8-dynamic",
+        "native-int8-dynamic",
     }
     assert sum(kernel != "torch-linear" for kernel in numerics(ours)["kernels"].values()) == len(linears)
     assert_equal_logits(logits(ours), expected, name == "int8-w8a8")

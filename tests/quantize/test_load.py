@@ -84,13 +84,16 @@ def test_quantized_linears_are_swapped_and_measured(rounded, tiny_llama):
     report = numerics(model)
     assert report["compute"] == "a16"
     assert report["dtype"] == "bfloat16"
-    assert report["kernels"]["model.layers.0.mlp.up_proj"] == "torch-int4"
-    assert report["kernels"]["model.layers.0.self_attn.q_proj"] == "torch-int8"
+    assert report["kernels"]["model.layers.0.mlp.up_proj"] in ("native-int4", "torch-int4")
+    assert report["kernels"]["model.layers.0.self_attn.q_proj"] in ("native-int8", "torch-int8")
     assert report["kernels"]["lm_head"] == "torch-linear"
-    attention, feed_forward = 64 * 64 * 2 + 2 * 32 * 64, 3 * 64 * 128
-    saved = 2 * (attention + feed_forward // 2 * 3)
-    scales = 2 * (2 * (64 + 64 + 32 + 32) + (2 * 128 * 2 + 64 * 4) * 4)
-    assert numerics(plain)["weights_bytes"] - report["weights_bytes"] == saved - scales
+    # Two layers: int8 saves a byte per attention weight, int4 one and a half of the two per feed-forward weight. What
+    # scales and zero points take depends on the kernel, 3 to 8 bytes per group of 32.
+    attention, feed_forward = 2 * (64 * 64 * 2 + 2 * 32 * 64), 2 * (3 * 64 * 128)
+    saved = numerics(plain)["weights_bytes"] - report["weights_bytes"]
+    scales = attention + feed_forward * 3 // 2 - saved
+    groups, channels = feed_forward // 32, 2 * (64 + 32 + 32 + 64)
+    assert 3 * groups + 2 * channels <= scales <= 8 * groups + 4 * channels
 
 
 def test_dynamic_activations_are_reported(rounded):

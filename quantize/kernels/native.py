@@ -1,0 +1,187 @@
+"""Our own CPU kernels for quantized linears (`cpu/linear.cpp`), built once on the machine that runs them.
+
+They need AVX-512 with BF16 and VNNI, and a C++ compiler at the first use; without either torch's kernels serve. The
+library is plain C behind ctypes, so it compiles in seconds; its threads are torch's, because the OpenMP runtime that it
+asks for is loaded already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quantize.scheme import PER_CHANNEL, QuantizedWeight, Scheme
+
+SOURCE = Path(__file__).with_name("cpu") / "linear.cpp"
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+LANES = 16
+BUILD_SECONDS = 180
+
+
+def cache_folder() -> Path:
+    """`$QUANTGATE_HOME/kernels` or `~/.cache/quantgate/kernels`."""
+    home = os.environ.get("QUANTGATE_HOME", "~/.cache/quantgate")
+    return Path(home).expanduser() / "kernels"
+
+
+def cpu_is_supported() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported())
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None (said once) where they cannot be had. `QUANTGATE_NATIVE=0` turns them off."""
+    if os.environ.get("QUANTGATE_NATIVE") == "0" or not cpu_is_supported():
+        return None
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        warnings.warn("no C++ compiler (g++ or clang++): torch's slower CPU kernels are used", stacklevel=2)
+        return None
+    try:
+        return ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as failure:
+        said = getattr(failure, "stderr", None) or str(failure)
+        lines = said.strip().splitlines() or [type(failure).__name__]
+        warnings.warn(f"CPU kernels cannot be built ({lines[-1]}): torch's slower ones are used", stacklevel=2)
+        return None
+
+
+def _built(compiler: str) -> Path:
+    """The shared library for this source, compiler and CPU; several processes at once build it one time."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    what = [SOURCE.read_text(encoding="utf-8"), *FLAGS, version, _cpu_flags()]
+    name = f"linear-{hashlib.sha256(chr(0).join(what).encode()).hexdigest()[:16]}.so"
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / name
+    with open(folder / "lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_file():
+            partial = target.with_suffix(".partial")
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(partial)]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
+            os.replace(partial, target)
+    return target
+
+
+def _cpu_flags() -> str:
+    """A cache folder may be shared by machines of different kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return torch.backends.cpu.get_cpu_capability()
+    return next((line for line in lines if line.startswith("flags")), "")
+
+
+def interleave(codes: torch.Tensor, step: int) -> torch.Tensor:
+    """[N, K] as [ceil(N / 16), K / step, 16, step]: 16 outputs side by side, padded with zeros."""
+    outputs, inputs = codes.shape
+    padded = nn.functional.pad(codes, (0, 0, 0, -outputs % LANES))
+    return padded.view(-1, LANES, inputs // step, step).transpose(1, 2).contiguous()
+
+
+def by_lanes(values: torch.Tensor) -> torch.Tensor:
+    """Per-group values [N, G] as [ceil(N / 16), G, 16]."""
+    return interleave(values, 1).squeeze(-1)
+
+
+def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+class _Native(nn.Module):
+    """Calls one function of the library with x [M, K] and the kernel's tensors."""
+
+    outputs: int
+    codes: torch.Tensor
+    nibbles: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    sums: torch.Tensor
+
+    def call(self, function: str, x: torch.Tensor, *arguments: torch.Tensor | int | None) -> torch.Tensor:
+        x = x.contiguous()
+        tokens, inputs = x.shape
+        out = torch.empty(tokens, self.outputs, dtype=x.dtype)
+        loaded = library()
+        assert loaded is not None
+        passed = [ctypes.c_int64(value) if isinstance(value, int) else _pointer(value) for value in arguments]
+        sizes = [ctypes.c_int64(size) for size in (tokens, self.outputs, inputs)]
+        getattr(loaded, function)(_pointer(x), *passed, _pointer(out), *sizes)
+        return out
+
+
+class NativeInt8(_Native):
+    """bf16 activations, symmetric int8 per output channel: bf16 products, float32 sums, the scale at the end."""
+
+    name = "native-int8"
+
+    @staticmethod
+    def supports(scheme: Scheme, inputs: int) -> bool:
+        return scheme == Scheme(8, PER_CHANNEL, symmetric=True, activations=None) and inputs % 2 == 0
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        super().__init__()
+        self.outputs = weight.codes.shape[0]
+        self.register_buffer("codes", interleave(weight.codes, 2))
+        self.register_buffer("scale", by_lanes(weight.scale.float()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call("quantgate_int8", x, self.codes, self.scale)
+
+
+class NativeInt4(_Native):
+    """bf16 activations, codes of up to 4 bits, even groups, with or without zero points; no weight is rounded."""
+
+    name = "native-int4"
+
+    @staticmethod
+    def supports(scheme: Scheme, inputs: int) -> bool:
+        return scheme.bits <= 4 and scheme.activations is None and scheme.group_width(inputs) % 2 == 0
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        super().__init__()
+        self.outputs, inputs = weight.codes.shape
+        self.group_size = weight.scheme.group_width(inputs)
+        pairs = interleave((weight.codes + 8).view(torch.uint8), 2)
+        self.register_buffer("nibbles", pairs[..., 0] | (pairs[..., 1] << 4))
+        self.scale_is_bf16 = int(weight.scale.dtype == torch.bfloat16)
+        self.register_buffer("scale", by_lanes(weight.scale if self.scale_is_bf16 else weight.scale.float()))
+        self.register_buffer("zero_point", None if weight.zero_point is None else by_lanes(weight.zero_point))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        arguments = (self.nibbles, self.scale, self.scale_is_bf16, self.zero_point, self.group_size)
+        return self.call("quantgate_int4", x, *arguments)
+
+
+class NativeDynamicInt8(_Native):
+    """W8A8 in one call: tokens are quantized as `quantize_tokens` does, the integer product is exact."""
+
+    name = "native-int8-dynamic"
+
+    @staticmethod
+    def supports(scheme: Scheme, inputs: int) -> bool:
+        return scheme == Scheme(8, PER_CHANNEL, symmetric=True, activations="int8")
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        super().__init__()
+        self.outputs, inputs = weight.codes.shape
+        codes = nn.functional.pad(weight.codes, (0, -inputs % 4))
+        self.register_buffer("codes", interleave(codes, 4))
+        self.register_buffer("scale", by_lanes(weight.scale.float()))
+        sums = weight.codes.sum(dim=1, dtype=torch.int32)
+        self.register_buffer("sums", nn.functional.pad(sums, (0, -self.outputs % LANES)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        function = {torch.bfloat16: "quantgate_dynamic_int8_bf16", torch.float32: "quantgate_dynamic_int8_fp32"}
+        return self.call(function[x.dtype], x, self.codes, self.scale, self.sums)
