@@ -125,8 +125,8 @@ def refuse_unquantizable(decoder: Decoder, checkpoint: Checkpoint) -> None:
 
 
 def refuse_missing_tensors(decoder: Decoder, checkpoint: Checkpoint) -> None:
-    tied = decoder.head_is_tied()
-    head = {f"{name}.weight" for name, module in decoder.outer_linears().items()} if tied else set()
+    """The head may be missing: it is tied, or stored under an older name (GPT-NeoX's embed_out) and copied as it is."""
+    head = {f"{name}.weight" for name in decoder.outer_linears()}
     for name, parameter in decoder.model.named_parameters():
         if name not in checkpoint.files:
             if name in head:

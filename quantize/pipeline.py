@@ -125,7 +125,6 @@ def fingerprint(work: Work, source_digest: str) -> str:
         "calibration": work.calibration.digest if work.calibration else None,
         "versions": versions(),
         "device": work.device.type,
-        "threads": torch.get_num_threads(),
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=False).encode()).hexdigest()
 
@@ -221,7 +220,11 @@ def replay_layer(work: Work, index: int, entry: Entry, needed: bool) -> None:
     if work.recipe.method == "gptq":
         stored = load_file(work.folder / entry.file)
         for record in entry.modules:
-            own = {name: tensor for name, tensor in stored.items() if name.startswith(record.name + ".")}
+            own = {
+                name.removeprefix(f"{record.name}."): tensor
+                for name, tensor in stored.items()
+                if name.startswith(f"{record.name}.")
+            }
             quantized = unpack_weight(own, work.targets.schemes[record.name])
             put_weight(layer, record.name.removeprefix(prefix), dequantize(quantized).to(work.device))
     walk.advance(index, layer)

@@ -129,7 +129,7 @@ DEFAULT_SYMMETRIC = {"int8": True, "int4": True, "awq": True, "gptq": True}
 
 def check(recipe: Recipe, where: str) -> None:
     """Types and ranges of single fields."""
-    if recipe.method not in METHODS:
+    if not isinstance(recipe.method, str) or recipe.method not in METHODS:
         raise QuantizeError(f"{where}: method: {recipe.method!r} is unknown; one of {', '.join(METHODS)}")
     for name, low in (("samples", 1), ("sequence_length", 2), ("seed", 0)):
         value = getattr(recipe, name)

@@ -50,6 +50,9 @@ def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> 
     auto, note = auto_group_size({name: module.in_features for name, module in chosen.items()}, recipe)
     schemes = {name: recipe.scheme_of(name, auto) for name in chosen}
     refuse_odd_groups({name: module.in_features for name, module in chosen.items()}, schemes)
+    for name in head:
+        if name in schemes and f"{name}.weight" not in checkpoint.files and not decoder.head_is_tied():
+            raise QuantizeError(f"{checkpoint.path}: has no tensor {name}.weight to quantize; put {name} into ignore")
     unties = decoder.head_is_tied() and any(name in schemes for name in head)
     notes = [note] if note else []
     embedding = embedding_name(decoder)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quantize.formats.compressed_tensors import pack_weight, quantization_config
 from quantize.scheme import Scheme, quantize_rtn
@@ -63,3 +64,44 @@ def rounded(tiny_llama, tmp_path) -> Callable[..., Path]:
         return out
 
     return write
+
+
+@pytest.fixture(scope="session")
+def spelling_llama(tmp_path_factory) -> Path:
+    """bf16, three layers, two query heads per key-value head, untrained, with a tokenizer that spells: one token per printable
+    character, and a chat template."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        max_position_embeddings=128,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    folder = tmp_path_factory.mktemp("spelling") / "llama"
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    letters = {"<unk>": 0} | {chr(code): code - 31 for code in range(32, 127)}
+    spelling = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    spelling.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=spelling, unk_token="<unk>", eos_token="<unk>")
+    tokenizer.chat_template = "{% for message in messages %}[{{ message.role }}] {{ message.content }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def spelled_text(tmp_path_factory) -> Path:
+    """A calibration file: about 2,000 characters of plain prose."""
+    file = tmp_path_factory.mktemp("text") / "calibration.jsonl"
+    lines = [
+        f"Line {number} of a text about nothing: {number * 7919 % 1000} sheep, {number % 13} dogs."
+        for number in range(40)
+    ]
+    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return file

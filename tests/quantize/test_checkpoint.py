@@ -1,0 +1,113 @@
+"""Opening a checkpoint: what identifies it, and how each broken one is named."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantize.checkpoint import Checkpoint, refuse_nonfinite
+from quantize.errors import QuantizeError
+
+
+@pytest.fixture
+def copied(spelling_llama, tmp_path):
+    return shutil.copytree(spelling_llama, tmp_path / "copy")
+
+
+def test_the_digest_is_of_the_weights_and_not_of_their_files(spelling_llama, copied):
+    tensors = load_file(copied / "model.safetensors")
+    (copied / "model.safetensors").unlink()
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, members in halves.items():
+        save_file({name: tensors[name] for name in members}, copied / file, {"format": "pt"})
+    weight_map = {name: file for file, members in halves.items() for name in members}
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    whole, split = Checkpoint.open(spelling_llama), Checkpoint.open(copied)
+    assert split.tensor_names == whole.tensor_names
+    assert split.weights_digest() == whole.weights_digest()
+
+
+def test_one_changed_weight_changes_the_digest(spelling_llama, copied):
+    tensors = load_file(copied / "model.safetensors")
+    tensors["model.norm.weight"][3] *= 2
+    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    assert Checkpoint.open(copied).weights_digest() != Checkpoint.open(spelling_llama).weights_digest()
+
+
+def test_the_chat_template_has_a_digest_of_its_own(spelling_llama, copied):
+    before = Checkpoint.open(spelling_llama)
+    (copied / "chat_template.jinja").write_text("{{ messages }}")
+    after = Checkpoint.open(copied)
+    assert after.chat_template_digest() != before.chat_template_digest()
+    assert after.tokenizer_digest() == before.tokenizer_digest()
+
+
+def test_no_such_path(tmp_path):
+    with pytest.raises(QuantizeError, match="no such path"):
+        Checkpoint.open(tmp_path / "nothing")
+
+
+def test_not_a_checkpoint(tmp_path):
+    with pytest.raises(QuantizeError, match=r"not a checkpoint, it has no config\.json"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(QuantizeError, match="no safetensors file"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(QuantizeError, match="never read"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(QuantizeError, match="not valid JSON"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [3, 100, 0.5, 0.999])
+def test_truncated_weights_are_found_when_opening(copied, kept):
+    file = copied / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: kept if isinstance(kept, int) else int(kept * len(content))])
+    with pytest.raises(QuantizeError, match=r"model\.safetensors: truncated or broken") as caught:
+        Checkpoint.open(copied)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_shard_is_named(copied):
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "lost.safetensors"}}))
+    with pytest.raises(QuantizeError, match=r"lost\.safetensors: missing"):
+        Checkpoint.open(copied)
+
+
+def test_a_tensor_that_the_index_promises_in_vain_is_named(copied):
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model.safetensors"}}))
+    with pytest.raises(QuantizeError, match="lacks x"):
+        Checkpoint.open(copied)
+
+
+def test_a_quantized_checkpoint_is_refused_where_the_original_is_needed(copied):
+    config = json.loads((copied / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq"}
+    (copied / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(copied).config["quantization_config"]
+    with pytest.raises(QuantizeError, match="quantized already \\(gptq\\)"):
+        Checkpoint.open(copied, quantized_ok=False)
+
+
+@pytest.mark.parametrize(("value", "word"), [(float("nan"), "NaN"), (float("inf"), "inf")])
+def test_the_tensor_with_nan_or_inf_is_named(copied, value, word):
+    tensors = load_file(copied / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][7, 5] = value
+    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint.open(copied)
+    with pytest.raises(QuantizeError, match=rf"model\.layers\.1\.mlp\.up_proj\.weight holds {word}"):
+        checkpoint.weights_digest(refuse_nonfinite(checkpoint))
+
+
+def test_tensors_come_one_by_one(spelling_llama):
+    checkpoint = Checkpoint.open(spelling_llama)
+    assert checkpoint.tensor("model.norm.weight").dtype is torch.bfloat16
+    assert checkpoint.shape("model.embed_tokens.weight") == (96, 64)
+    with pytest.raises(QuantizeError, match="has no tensor x"):
+        checkpoint.tensor("x")
