@@ -21,6 +21,7 @@ from eval.engine.block_pool import BlockPool, root_hash
 from eval.engine.identity import checkpoint_digests, end_of_sequence_ids, model_digest, resolve_kv_dtype
 from eval.engine.kv_cache import KV_DTYPES, allocate_kv, choose_num_blocks
 from eval.engine.model_runner import ModelRunner, StepLogits, probe_geometry
+from eval.engine.native_linear import use_native_linears
 from eval.engine.outcomes import Completion, Outcome, Score, StepOutput, completion_of, take_samples, take_scores
 from eval.engine.prompts import Prompt, encode, encode_pair
 from eval.engine.request import Request, SamplingParams
@@ -106,6 +107,7 @@ class Engine:
         )
         self._kv = allocate_kv(geometry, num_blocks, config.block_size, self._kv_dtype, model.device)
         self._block_bytes = geometry.block_bytes(config.block_size, self._kv_dtype)
+        self._native_linears = use_native_linears(model)
         self._runner = ModelRunner(
             model,
             self._kv,
@@ -264,8 +266,9 @@ class Engine:
     def identity(self) -> dict[str, Any]:
         """What decides the engine's numbers: two engines of equal identity give equal qualities."""
         numbers = numerics(self.model)
+        kernels = numbers["kernels"] | dict.fromkeys(self._native_linears, "native-bf16-linear")
         counts: dict[str, int] = {}
-        for kernel in numbers["kernels"].values():
+        for kernel in kernels.values():
             counts[kernel] = counts.get(kernel, 0) + 1
         return {
             **self._digests,
