@@ -84,8 +84,8 @@ def task_accuracies(variant: VariantRecord) -> dict[str, float]:
     chosen: dict[str, tuple[str, float]] = {}
     for task in (variant.quality or {}).get("tasks") or []:
         if task.get("higher_is_better") and (task["name"] not in chosen or task["metric"] == "acc"):
-            chosen[task["name"]] = (task["metric"], float(task["value"]))
-    return {f"quality.{task}.{metric}": value for task, (metric, value) in chosen.items()}
+            chosen[task["name"]] = (task["metric_name"], float(task["value"]))
+    return dict(chosen.values())
 
 
 def markdown_table(variants: Sequence[VariantRecord]) -> str:

@@ -93,6 +93,9 @@ class LedgerLine:
     previous_hash: str
     hash: str
 
+    def to_mapping(self) -> dict[str, str | int]:
+        return asdict(self)
+
     def computed_hash(self) -> str:
         """sha256 of the line's canonical JSON, its own hash left out."""
         content = {name: value for name, value in asdict(self).items() if name != "hash"}

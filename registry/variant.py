@@ -47,11 +47,13 @@ class VariantRecord:
 
     @classmethod
     def read(cls, directory: Path, name: str | None = None, checkpoint: Path | None = None) -> VariantRecord:
-        """The variant in `directory`; its checkpoint is `directory`/checkpoint unless given."""
+        """The variant in `directory`. Its checkpoint, unless given, is `directory`/checkpoint, or, in a campaign, the
+        one of the same name in the campaign's checkpoints/."""
         if not directory.is_dir():
             raise RegistryError(f"{directory}: no such variant folder")
-        if checkpoint is None and (directory / "checkpoint").exists():
-            checkpoint = directory / "checkpoint"
+        if checkpoint is None:
+            places = (directory / "checkpoint", directory.absolute().parent.parent / "checkpoints" / directory.name)
+            checkpoint = next((place for place in places if place.is_dir()), None)
         record = cls.of_results(name or directory.name, checkpoint, directory / "quality", directory / "speed")
         comparison = directory / "comparison.json"
         if not comparison.exists():

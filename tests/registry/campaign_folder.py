@@ -134,7 +134,14 @@ def _quality(name: str, identity: dict[str, Any], samples: list[Sample]) -> dict
         mean = sum(scores) / len(scores)
         metric, value = ("perplexity", 2.718281828**mean) if task == CORPUS else ("acc", mean)
         metrics[f"quality.{task}.{metric}"] = value
-        row = {"name": task, "metric": metric, "value": value, "stderr": 0.02, "samples": len(scores)}
+        row = {
+            "name": task,
+            "metric": metric,
+            "metric_name": f"quality.{task}.{metric}",
+            "value": value,
+            "stderr": 0.02,
+            "samples": len(scores),
+        }
         tasks.append({**row, "higher_is_better": metric == "acc", "chance": 0.5 if metric == "acc" else None})
     protocol = {"suite": "core", "limit": None, "lm_eval": "0.4.13", "few_shot": 0}
     integrity = {"alone_against_batched": "pass", "position_ids": "pass", "future_leak": "pass", "truncation": "pass"}

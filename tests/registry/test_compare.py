@@ -113,6 +113,14 @@ def test_results_in_folders_of_their_own_compare_the_same(pair: tuple[Path, Path
     assert separate["verdict"] == compare(baseline, candidate, POLICY, None)["verdict"]
 
 
+def test_a_variant_of_a_campaign_finds_its_checkpoint_and_manifest(pair: tuple[Path, Path]) -> None:
+    _, candidate = pair
+    record = VariantRecord.read(candidate)
+    assert record.checkpoint == candidate.parent.parent / "checkpoints" / candidate.name
+    assert record.metrics()["quantize.bits_per_weight"] == 4.25
+    assert record.recipe()["recipe.method"] == "int4"
+
+
 def test_half_an_evaluation_is_named(pair: tuple[Path, Path]) -> None:
     baseline, _ = pair
     (baseline / "quality" / "quality.json").write_text("{")
