@@ -25,7 +25,7 @@ INSTRUCTION_SETS = {
     "AVX2": ("avx2",),
     "AVX-512": ("avx512f", "avx512bw", "avx512vl"),
     "VNNI": ("avx512_vnni", "avx_vnni"),
-    "BF16": ("avx512_bf16",),
+    "AVX512-BF16": ("avx512_bf16",),
     "AMX": ("amx_tile",),
     "AMX-INT8": ("amx_int8",),
     "AMX-BF16": ("amx_bf16",),

@@ -51,25 +51,29 @@ class ResourceSampler:
         meter = CpuMeter(self._pids.values())
         processes = {variant: psutil.Process(pid) for variant, pid in self._pids.items()}
         last = time.monotonic()
+        self._look(processes)
         while not self._stop.wait(SAMPLE_EVERY_S):
             now, active, foreign = time.monotonic(), self.active, meter.foreign_cores()
             if active is not None:
                 self._seconds[active] += now - last
                 self.foreign_cores.append(foreign)
             last = now
-            memory = psutil.virtual_memory()
-            for variant, process in processes.items():
-                with contextlib.suppress(psutil.Error):
-                    self.records.append(
-                        ResourceRecord(
-                            time=time.time(),
-                            gpu_id=None,
-                            pool="cpu",
-                            gpu_util=None,
-                            memory_util=1 - memory.available / memory.total,
-                            process_bytes=process.memory_info().rss,
-                            billable_units=self._seconds[variant],
-                            cost_center=None,
-                            variant=variant,
-                        )
+            self._look(processes)
+
+    def _look(self, processes: dict[str, psutil.Process]) -> None:
+        memory = psutil.virtual_memory()
+        for variant, process in processes.items():
+            with contextlib.suppress(psutil.Error):
+                self.records.append(
+                    ResourceRecord(
+                        time=time.time(),
+                        gpu_id=None,
+                        pool="cpu",
+                        gpu_util=None,
+                        memory_util=1 - memory.available / memory.total,
+                        process_bytes=process.memory_info().rss,
+                        billable_units=self._seconds[variant],
+                        cost_center=None,
+                        variant=variant,
                     )
+                )

@@ -84,9 +84,9 @@ SCHEMAS = {
 @dataclass(frozen=True)
 class SpeedResult:
     """What speed.json says. `metrics` are the candidate's, flat, with ratios to the baseline where there is one;
-    `baseline_metrics` are the baseline's under the same names. `folder` holds the evidence."""
+    `baseline_metrics` are the baseline's under the same names. `directory` holds the evidence."""
 
-    folder: Path
+    directory: Path
     key: str
     workload: dict[str, Any]
     baseline: dict[str, Any] | None
@@ -104,21 +104,24 @@ class SpeedResult:
         return {check: said for check, said in self.validity.items() if said != "pass"}
 
     @staticmethod
-    def read(folder: Path) -> "SpeedResult":
+    def read(directory: Path) -> "SpeedResult":
         """Raises EvalError with one line when the folder holds no whole result."""
-        path = Path(folder) / SPEED_FILE
+        path = Path(directory) / SPEED_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            return SpeedResult(folder=Path(folder), **content)
+            return SpeedResult(directory=Path(directory), **content)
         except OSError as cause:
             raise EvalError(f"{path}: no speed result ({cause.strerror}); run `quantgate speed` first") from cause
         except (ValueError, TypeError) as cause:
             raise EvalError(f"{path}: not a speed result of this version; measure again") from cause
 
+    def to_mapping(self) -> dict[str, Any]:
+        """What speed.json holds."""
+        return {name: value for name, value in vars(self).items() if name != "directory"}
 
-def write_result(result: SpeedResult, folder: Path, evidence: dict[str, list[dict[str, Any]]]) -> None:
-    """Writes speed.json and `<kind>.parquet` for each kind of SCHEMAS into an existing folder."""
-    for kind, schema in SCHEMAS.items():
-        parquet.write_table(pa.Table.from_pylist(evidence[kind], schema=schema), folder / f"{kind}.parquet")
-    content = {name: value for name, value in vars(result).items() if name != "folder"}
-    (folder / SPEED_FILE).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    def write(self, directory: Path, evidence: dict[str, list[dict[str, Any]]]) -> None:
+        """Writes speed.json and `<kind>.parquet` for each kind of SCHEMAS into an existing folder."""
+        for kind, schema in SCHEMAS.items():
+            parquet.write_table(pa.Table.from_pylist(evidence[kind], schema=schema), directory / f"{kind}.parquet")
+        document = json.dumps(self.to_mapping(), indent=2, allow_nan=False)
+        (directory / SPEED_FILE).write_text(document + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ from eval.speed.metrics import DEFINITIONS, Block, RequestTiming, SloLimits, Ste
 from eval.speed.plan import plan_traffic
 from eval.speed.prompts import PromptSource, shipped_text
 from eval.speed.resources import ResourceSampler
-from eval.speed.result import SPEED_FILE, SpeedResult, write_result
+from eval.speed.result import SPEED_FILE, SpeedResult
 from eval.speed.summary import cost_per_million_tokens, measured_metrics, memory_metrics, ratio_metrics
 from eval.speed.traffic import Traffic
 from eval.speed.validity import check_validity
@@ -100,7 +100,7 @@ def measure(
             state.memory |= _measured_memory(state.worker, workload, source)
         metrics, baseline_metrics = _summarise(workers, workload, machine, price_per_hour)
         result = SpeedResult(
-            folder=out,
+            directory=out,
             key=key,
             workload=workload.model_dump(mode="json", exclude_none=True) | {"digest": workload.digest()},
             baseline=workers["baseline"].identity if "baseline" in workers else None,
@@ -125,7 +125,7 @@ def measure(
             "steps": [record for state in workers.values() for record in state.step_records],
             "resources": [asdict(record) for record in sampler.records],
         }
-        write_result(result, partial, evidence)
+        result.write(partial, evidence)
     return result
 
 

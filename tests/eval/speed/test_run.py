@@ -69,16 +69,16 @@ def workers_of(pid):
 
 def test_the_result_is_read_back_as_it_was_returned(paired):
     result, _ = paired
-    assert SpeedResult.read(result.folder) == result
+    assert SpeedResult.read(result.directory) == result
 
 
 def test_evidence_has_exactly_the_agreed_fields_and_both_sides(paired):
     result, _ = paired
     for kind, schema in SCHEMAS.items():
-        table = parquet.read_table(result.folder / f"{kind}.parquet")
+        table = parquet.read_table(result.directory / f"{kind}.parquet")
         assert table.column_names == schema.names
         assert set(table["variant"].to_pylist()) == {"baseline", "candidate"}
-    assert sorted(path.name for path in result.folder.iterdir()) == [
+    assert sorted(path.name for path in result.directory.iterdir()) == [
         "requests.parquet",
         "resources.parquet",
         "speed.json",
@@ -88,7 +88,7 @@ def test_evidence_has_exactly_the_agreed_fields_and_both_sides(paired):
 
 def test_both_sides_ran_the_same_requests_with_the_lengths_that_were_asked_for(paired):
     result, _ = paired
-    rows = parquet.read_table(result.folder / "requests.parquet").to_pylist()
+    rows = parquet.read_table(result.directory / "requests.parquet").to_pylist()
     sides = {
         side: sorted(
             (row["request_id"], row["input_tokens"], row["output_tokens"]) for row in rows if row["variant"] == side
@@ -155,14 +155,14 @@ def test_the_same_measurement_is_reused_and_another_is_not(paired, tiny_checkpoi
     again = {
         "against": tiny_checkpoint,
         "workload": workload,
-        "out": result.folder,
+        "out": result.directory,
         "threads": 1,
         "price_per_hour": 1.0,
     }
     assert measure(tiny_checkpoint, engine_options=OPTIONS, **again) == result
     with pytest.raises(EvalError, match="a worker was started"):
         measure(tiny_checkpoint, engine_options=OPTIONS | {"num_blocks": 65}, **again)
-    assert SpeedResult.read(result.folder) == result
+    assert SpeedResult.read(result.directory) == result
 
 
 def test_a_killed_worker_leaves_no_result_and_no_process(tiny_checkpoint, workload, tmp_path):
