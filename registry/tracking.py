@@ -73,7 +73,8 @@ def log_variant(
         if report is not None and run.data.tags.get("report_digest") != file_digest(report):
             store.log_artifact(run_id, str(report))
             store.set_tag(run_id, "report_digest", file_digest(report))
-        store.set_terminated(run_id)
+        if run.info.status != "FINISHED":
+            store.set_terminated(run_id)
     return run_id
 
 
