@@ -9,7 +9,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool, root_hash
+from eval.engine.config import EngineConfig
 from eval.engine.identity import checkpoint_digests, end_of_sequence_ids, model_digest, resolve_kv_dtype
 from eval.engine.kv_cache import KV_DTYPES, allocate_kv, choose_num_blocks
 from eval.engine.model_runner import ModelRunner, StepLogits, probe_geometry
@@ -33,26 +33,6 @@ from quantize.load import load_model, numerics
 from quantize.progress import Progress
 
 ENGINE_VERSION = "0.1.0"
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """`num_blocks` None: what `max_num_seqs` requests of `max_model_len` tokens need, within `kv_cache_bytes` (None:
-    see kv_cache.choose_num_blocks). `kv_dtype` None: the model's. `logits_bytes` bounds the logits of one step, and
-    with them how many tokens per step are scored. `attention_backend`: "auto", "native" or "torch"."""
-
-    max_num_seqs: int = 64
-    max_batched_tokens: int = 2048
-    block_size: int = 16
-    num_blocks: int | None = None
-    kv_cache_bytes: int | None = None
-    kv_dtype: str | None = None
-    scheduler_policy: str = "fcfs"
-    prefix_caching: bool = True
-    max_prefill_chunk: int | None = None
-    max_model_len: int | None = None
-    logits_bytes: int = 64 * 2**20
-    attention_backend: str = "auto"
 
 
 class Engine:
@@ -133,17 +113,12 @@ class Engine:
     ) -> "Engine":
         """The engine on a checkpoint folder; `options` are EngineConfig's fields. Raises QuantizeError for a bad
         checkpoint and EvalError for a bad option, each in one line."""
-        unknown = options.keys() - EngineConfig.__dataclass_fields__.keys()
-        if unknown:
-            raise EvalError(
-                f"unknown engine option {', '.join(sorted(unknown))}: "
-                f"known are device, dtype, {', '.join(EngineConfig.__dataclass_fields__)}"
-            )
+        config = EngineConfig.from_options(options)
         if dtype != "auto" and dtype not in KV_DTYPES:
             raise EvalError(f"dtype {dtype!r} is unknown: use auto, {', '.join(KV_DTYPES)}")
         model = load_model(Path(path), device=device, dtype=None if dtype == "auto" else KV_DTYPES[dtype])
         tokenizer = AutoTokenizer.from_pretrained(path)
-        return cls(model, tokenizer, EngineConfig(**options), checkpoint_digests(Path(path)))
+        return cls(model, tokenizer, config, checkpoint_digests(Path(path)))
 
     # Requests one by one
 

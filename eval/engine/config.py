@@ -1,0 +1,36 @@
+"""What may be chosen about an engine, with the defaults that serve."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from eval.errors import EvalError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """`num_blocks` None: what `max_num_seqs` requests of `max_model_len` tokens need, within `kv_cache_bytes` (None:
+    see kv_cache.choose_num_blocks). `kv_dtype` None: the model's. `logits_bytes` bounds the logits of one step, and
+    with them how many tokens per step are scored. `attention_backend`: "auto", "native" or "torch"."""
+
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 2048
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    kv_dtype: str | None = None
+    scheduler_policy: str = "fcfs"
+    prefix_caching: bool = True
+    max_prefill_chunk: int | None = None
+    max_model_len: int | None = None
+    logits_bytes: int = 64 * 2**20
+    attention_backend: str = "auto"
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
+        """The config with these fields set. Raises EvalError naming a field that does not exist."""
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(options.keys() - set(known))
+        if unknown:
+            raise EvalError(f"unknown engine option {', '.join(unknown)}: known are device, dtype, {', '.join(known)}")
+        return cls(**options)
