@@ -52,7 +52,7 @@ class Campaign(BaseModel):
     data_dir: Path | None = None
     limit: int | None = Field(default=None, ge=1)
     workload: str = "chat"
-    repeats: int = Field(default=2, ge=1)
+    repeats: int | None = Field(default=None, ge=1)
     policy: str = "default"
     output: Path | None = None
 
@@ -78,7 +78,7 @@ def load_campaign(path: Path) -> Campaign:
         line = line_of(tree, ("variants", name))
         if not NAME.fullmatch(name) or name == BASELINE:
             raise FrontDoorError(
-                f"{path}:{line}: the variant name {name!r} must be letters, digits, '.', '_' or '-', and not {BASELINE!r}"
+                f"{path}:{line}: variant {name!r}: a name is letters, digits, '.', '_' or '-', and not {BASELINE!r}"
             )
         try:
             campaign.recipe(name)

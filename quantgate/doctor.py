@@ -1,12 +1,17 @@
 """`quantgate doctor`: what this machine has, what will run on it, and what is missing, each with its remedy."""
 
+from __future__ import annotations
+
 import importlib.util
 import shutil
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantgate import home
+
+if TYPE_CHECKING:
+    from eval.speed.machine import ReadBandwidth
 
 GIB = 1024**3
 FREE_DISK_BYTES = 5 * GIB
@@ -28,21 +33,15 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything that decides how quantgate will run here; takes some seconds, since bandwidth is measured."""
-    from eval.speed.machine import Machine, describe_machine
+    from eval.speed.machine import describe_machine
 
-    machine: Machine = describe_machine()
-    bandwidth = machine.read_bandwidth
+    machine = describe_machine()
     sets = set(machine.instruction_sets)
-    findings = [
+    return [
         Finding("processor", f"{machine.cpu}, {machine.usable_cores} of {machine.logical_cores} cores usable"),
         _instruction_sets(sets),
         Finding("memory", f"{machine.available_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB free"),
-        Finding(
-            "read bandwidth",
-            f"{bandwidth.all_threads / 1e9:.1f} GB/s with all threads, {bandwidth.one_thread / 1e9:.1f} with one (measured)",
-            bandwidth.foreign_cores < QUIET_CORES,
-            "" if bandwidth.foreign_cores < QUIET_CORES else "measured while other programs ran: close them, run again",
-        ),
+        _bandwidth(machine.read_bandwidth),
         _quietness(machine.foreign_cores),
         _gpu([f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in machine.gpus]),
         _compiler(machine.compiler),
@@ -50,14 +49,23 @@ def examine() -> list[Finding]:
         _disk(),
         *_packages(),
     ]
-    return findings
 
 
 def _instruction_sets(sets: set[str]) -> Finding:
     found = ", ".join(sorted(sets)) or "none that speed up inference"
     if "AVX512-BF16" in sets or "AMX-BF16" in sets or "NEON" in sets:
         return Finding("instruction sets", found)
-    return Finding("instruction sets", found, False, "bf16 is emulated here, so speed ratios say little about a server's")
+    return Finding(
+        "instruction sets", found, False, "bf16 is emulated here, so speed ratios say little about a server's"
+    )
+
+
+def _bandwidth(measured: ReadBandwidth) -> Finding:
+    all_threads, one_thread = measured.all_threads / 1e9, measured.one_thread / 1e9
+    found = f"{all_threads:.1f} GB/s with all threads, {one_thread:.1f} with one (measured)"
+    if measured.foreign_cores < QUIET_CORES:
+        return Finding("read bandwidth", found)
+    return Finding("read bandwidth", found, False, "measured while other programs ran: close them, run it again")
 
 
 def _quietness(foreign_cores: float) -> Finding:
@@ -76,16 +84,34 @@ def _gpu(names: list[str]) -> Finding:
 def _compiler(path: str | None) -> Finding:
     if path:
         return Finding("C++ compiler", path)
-    return Finding("C++ compiler", "none", False, "install g++: native kernels are built on first use, else torch's run")
+    return Finding(
+        "C++ compiler", "none", False, "install g++: native kernels are built on first use, else torch's run"
+    )
 
 
 def _kernels() -> list[Finding]:
-    """Which kernel each precision runs with at batch 1 and in prefill, asked of the code that chooses."""
-    from eval.engine.attention import attention_backend_for
-    from quantize.kernels import kernel_plan
+    """The kernel of each precision, asked of the code that chooses it for a real model."""
+    import torch
 
-    findings = [Finding("attention kernel", attention_backend_for("cpu"))]
-    findings += [Finding(f"kernel for {scheme}", plan) for scheme, plan in kernel_plan("cpu").items()]
+    from eval.engine.backends import choose_backend
+    from quantize.kernels.choose import choose_kernel
+    from quantize.scheme import Scheme, quantize_rtn
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    attention = choose_backend("auto", 64, torch.bfloat16, torch.bfloat16, device)
+    findings = [Finding("attention kernel", attention.name)]
+    weight = torch.linspace(-1, 1, 128 * 256, dtype=torch.bfloat16).reshape(128, 256)
+    schemes = {
+        "int8 weights": Scheme(8),
+        "int8 weights and activations": Scheme(8, activations="int8"),
+        "int4 weights, symmetric": Scheme(4, 64),
+        "int4 weights, asymmetric": Scheme(4, 64, symmetric=False),
+    }
+    for what, scheme in schemes.items():
+        name = str(choose_kernel(quantize_rtn(weight, scheme), device, torch.bfloat16).name)
+        fast = name.startswith("native") or device.type == "cuda"
+        remedy = "" if fast else "slower than it could be: needs a C++ compiler and AVX-512 with BF16 and VNNI"
+        findings.append(Finding(f"kernel for {what}", name, fast, remedy))
     return findings
 
 
@@ -96,7 +122,10 @@ def _disk() -> Finding:
     free = shutil.disk_usage(place).free
     enough = free >= FREE_DISK_BYTES
     return Finding(
-        "disk", f"{free / GIB:.1f} GiB free in {home.home()}", enough, "" if enough else "free some space, or set QUANTGATE_HOME"
+        "disk",
+        f"{free / GIB:.1f} GiB free in {home.home()}",
+        enough,
+        "" if enough else "free some space, or set QUANTGATE_HOME",
     )
 
 
@@ -109,12 +138,17 @@ def _packages() -> list[Finding]:
             findings.append(Finding(package, "missing", False, f"pip install -c constraints.txt {package}"))
     has_pip = importlib.util.find_spec("pip") is not None
     findings.append(
-        Finding("pip", "present" if has_pip else "missing", has_pip, "" if has_pip else "python -m ensurepip (fetch needs it)")
+        Finding(
+            "pip",
+            "present" if has_pip else "missing",
+            has_pip,
+            "" if has_pip else "python -m ensurepip (fetch needs it)",
+        )
     )
     fetched = sorted(path.name for path in home.models().glob("*") if path.is_dir()) if home.models().is_dir() else []
     findings.append(
-        Finding("models in the cache", ", ".join(fetched) or "none", True, "" if fetched else "quantgate fetch smollm2-135m")
+        Finding(
+            "models in the cache", ", ".join(fetched) or "none", True, "" if fetched else "quantgate fetch smollm2-135m"
+        )
     )
     return findings
-
-

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class FrontDoorError(Exception):
-    """A mistake found by the front door itself: an unknown checkpoint reference, a wrong campaign file, a failed download."""
+    """A mistake found by the front door itself: an unknown checkpoint, a wrong campaign file, a failed download."""
 
 
 def explained_errors() -> tuple[type[Exception], ...]:

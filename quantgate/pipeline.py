@@ -10,7 +10,6 @@ the results. The baseline is measured against itself too: that is the noise floo
 """
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -27,9 +26,10 @@ from quantgate.errors import FrontDoorError
 from quantgate.screen import Screen
 from quantgate.source import resolve_checkpoint
 from quantize import quantize_checkpoint
-from registry import tracking
-from registry.compare import compare
+from registry.compare import compare_variants
 from registry.policy import load_policy
+from registry.store import check_store, store_uri
+from registry.tracking import log_campaign
 from registry.variant import CampaignRecord
 from tasks.suites import load_suite
 
@@ -58,7 +58,7 @@ def run_campaign(campaign: Campaign, screen: Screen) -> CampaignOutcome:
     recipes = {name: campaign.recipe(name) for name in campaign.variants}
     stages = 1 + len(recipes) + 2 * (1 + len(recipes)) + 2
     with only_run_in(folder), screen.staged_progress(stages) as begin:
-        tracking.check_store()
+        check_store()
         progress = begin(f"baseline {campaign.baseline}")
         checkpoints = {BASELINE: resolve_checkpoint(campaign.baseline, progress)}
         for name, recipe in recipes.items():
@@ -92,15 +92,15 @@ def run_campaign(campaign: Campaign, screen: Screen) -> CampaignOutcome:
                 progress=begin(f"time {name} against the baseline"),
             )
         begin("compare and report")
-        for name in recipes:
-            variants = folder / "variants"
-            compare(variants / BASELINE, variants / name, policy, variants / name)
         _forget_removed_variants(folder, set(checkpoints))
+        measured = CampaignRecord.read(folder, name=campaign.name, baseline=BASELINE, checkpoints=checkpoints)
+        for candidate in measured.candidates:
+            compare_variants(measured.baseline, candidate, policy, folder / "variants" / candidate.name)
         record = CampaignRecord.read(folder, name=campaign.name, baseline=BASELINE, checkpoints=checkpoints)
         report = write_report(record, folder / "report.html")
         begin("log to MLflow")
-        runs = tracking.log_campaign(record, report)
-    return CampaignOutcome(record, report, tracking.store_uri(), runs)
+        runs = log_campaign(record, report)
+    return CampaignOutcome(record, report, store_uri(), runs)
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
 
 
 def _forget_removed_variants(folder: Path, names: set[str]) -> None:
-    """Remove the results of variants that the campaign file no longer has, so that the report shows what was asked for."""
+    """Remove the results of variants that the campaign file no longer has."""
     for results in (folder / "variants", folder / "checkpoints"):
         for entry in results.iterdir() if results.is_dir() else ():
             if entry.is_dir() and entry.name.removesuffix(".partial") not in names:

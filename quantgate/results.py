@@ -1,4 +1,4 @@
-"""Results of checkpoints named on the command line: measured once, kept in the cache by weights digest, shown as tables."""
+"""Results of checkpoints named on the command line: measured once, kept in the cache, shown as tables."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,6 @@ from registry.variant import VariantRecord
 from tasks.suites import load_suite
 
 DEFAULT_SUITE = "core"
-SPEED_COLUMNS = ("p50", "p95", "p99", "mean")
-SPEED_METRICS = ("queue_ms", "prefill_ms", "ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
 
 
 def evaluate_checkpoint(
@@ -51,7 +49,7 @@ def evaluate_checkpoint(
 
 
 def measure_checkpoint(
-    checkpoint: Path, *, against: Path | None, workload: str, repeats: int, out: Path | None, progress: Progress
+    checkpoint: Path, *, against: Path | None, workload: str, repeats: int | None, out: Path | None, progress: Progress
 ) -> SpeedResult:
     """Speed and memory of one checkpoint, alone or paired, from the cache where the same measurement stands there."""
     chosen = load_workload(workload)
@@ -98,7 +96,7 @@ def compare_variants(
         speed: list[SpeedResult | None] = [None, None]
         if any(rule.metric.startswith(("speed.", "memory.", "*")) for rule in rules.rules):
             speed = [
-                measure_checkpoint(path, against=paths[0], workload=workload, repeats=2, out=None, progress=progress)
+                measure_checkpoint(path, against=paths[0], workload=workload, repeats=None, out=None, progress=progress)
                 for path in paths
             ]
         records = [
@@ -111,23 +109,28 @@ def compare_variants(
 def quality_table(result: QualityResult) -> Table:
     """Every task with its score, standard error and size."""
     table = Table("task", "metric", "value", "± s.e.", "samples", "chance", title="quality")
-    for task in result.to_mapping()["tasks"]:
-        chance = "" if task.get("chance") is None else f"{task['chance']:.3f}"
-        stderr = "" if task.get("stderr") is None else f"{task['stderr']:.4f}"
-        table.add_row(task["name"], task["metric"], f"{task['value']:.4f}", stderr, str(task["samples"]), chance)
+    for task in result.tasks:
+        chance = "" if task.chance is None else f"{task.chance:.3f}"
+        stderr = "" if task.stderr is None else f"{task.stderr:.4f}"
+        table.add_row(task.name, task.metric, f"{task.value:.4f}", stderr, str(task.samples), chance)
     return table
 
 
 def speed_table(result: SpeedResult) -> Table:
     """Latency percentiles, rates and memory, with their ratios where a baseline ran beside."""
     metrics = result.metrics
-    prefix = f"speed.{result.to_mapping()['workload']['name']}."
+    prefix = f"speed.{result.workload['name']}."
     table = Table("metric", "value", "ratio to the baseline (interval)", title="speed and memory")
     for name, value in metrics.items():
         if ".ratio" in name or (name.startswith(prefix) and name.rpartition(".")[2] in ("p90", "max")):
             continue
         table.add_row(name, f"{value:,.2f}", _ratio(metrics, name))
     return table
+
+
+def validity_lines(result: SpeedResult) -> list[str]:
+    """What makes the measurement doubtful, one line each."""
+    return [f"doubt: {check}: {said}" for check, said in result.warnings.items()]
 
 
 def comparison_tables(comparison: Mapping[str, Any]) -> list[Table | str]:

@@ -19,6 +19,9 @@ ProgressCallback = Callable[[str, int, int], None]
 
 PLAIN_LINE_SECONDS = 15.0
 
+TABLE_COLUMNS = 124
+"""What a campaign's table needs; a narrower terminal breaks its lines rather than losing figures."""
+
 
 class Screen:
     """One command's output. `json_output` decides what stdout holds."""
@@ -26,6 +29,7 @@ class Screen:
     def __init__(self, json_output: bool = False) -> None:
         self.json_output = json_output
         self.out = Console(highlight=False, soft_wrap=True)
+        self.out.width = max(self.out.width, TABLE_COLUMNS)
         self.err = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:

@@ -22,7 +22,9 @@ def resolve_checkpoint(reference: str, progress: Progress | None = None) -> Path
         return path
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise FrontDoorError(f"{reference} is a file, not a checkpoint: give the folder that holds config.json, or a .gguf file")
+            raise FrontDoorError(
+                f"{reference} is a file, not a checkpoint: give the folder that holds config.json, or a .gguf file"
+            )
         return _converted_gguf(path, progress)
     if reference in FETCHABLE:
         return fetch(reference, progress)

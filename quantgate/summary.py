@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from quantgate.pipeline import CampaignOutcome
-from registry.variant import CampaignRecord, VariantRecord
+from registry.variant import VariantRecord
 
 COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow"}
 NO_FIGURE = "-"
+LEGEND = "second lines: paired difference from the baseline in points, or ratio to it (x)"
 
 
 def summary_document(outcome: CampaignOutcome) -> dict[str, Any]:
@@ -42,15 +44,19 @@ def summary_document(outcome: CampaignOutcome) -> dict[str, Any]:
 
 
 def summary_table(outcome: CampaignOutcome) -> Table:
-    """Variant, bits, bytes, perplexity, task scores with paired differences, TTFT, tokens/s, verdict with its reason."""
+    """Bits, bytes, perplexity, task scores with paired differences, TTFT, tokens/s, verdict with its reason."""
     record = outcome.record
     tasks = _headline_tasks(record.baseline)
     table = Table(
-        title=f"{record.name}: {record.model}", caption=_legend(record), pad_edge=False, padding=(0, 1), show_lines=True
+        title=f"{record.name}: {record.model}",
+        caption=LEGEND,
+        box=box.HORIZONTALS,
+        padding=(0, 1, 0, 0),
+        show_lines=True,
     )
-    table.add_column("variant", style="bold")
-    for column in ("bits", "weights\nMB", *(_short(name) for name in tasks), "TTFT p50\nms", "decode\ntok/s"):
-        table.add_column(column, justify="right")
+    table.add_column("variant", style="bold", no_wrap=True)
+    for column in ("bits", "weights\nMB", *(_short(name) for name in tasks), "TTFT\np50 ms", "decode\ntok/s"):
+        table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict, with its reason", overflow="fold", min_width=24, ratio=1)
     for variant in record.variants:
         table.add_row(*_row(variant, tasks))
@@ -61,12 +67,11 @@ def summary_lines(outcome: CampaignOutcome) -> list[str]:
     """Where to look and how to decide."""
     record = outcome.record
     ids = " | ".join(f"{record.name}-{candidate.name}" for candidate in record.candidates)
-    first = record.candidates[0].name
+    submit = f"quantgate release submit {_shown(record.directory)}/variants/{record.candidates[0].name}"
     return [
         f"compare the variants:  quantgate ui   (MLflow on http://127.0.0.1:5000, store {outcome.tracking_uri})",
         f"read the report:       {_shown(outcome.report)}",
-        f"approve or reject:     quantgate release submit {_shown(record.directory)}/variants/{first}, then "
-        f"quantgate release approve|reject {ids}",
+        f"approve or reject:     {submit}, then quantgate release approve|reject {ids}",
     ]
 
 
@@ -98,8 +103,11 @@ def _bits(variant: VariantRecord) -> str:
 
 
 def _megabytes(metrics: Mapping[str, float]) -> str:
-    return _with_ratio({name: value / 1e6 if not name.endswith("ratio") else value for name, value in metrics.items()},
-                       "memory.weights_bytes", ".0f")
+    return _with_ratio(
+        {name: value / 1e6 if not name.endswith("ratio") else value for name, value in metrics.items()},
+        "memory.weights_bytes",
+        ".0f",
+    )
 
 
 def _score(metrics: Mapping[str, float], name: str) -> str:
@@ -131,16 +139,12 @@ def _short(name: str) -> str:
     """A column head: the task without its protocol."""
     parts = name.split(".")
     if "perplexity" in name:
-        return "ppl\n" + parts[2]
-    return parts[1].replace("quantgate_", "").replace("_", "\n") + "\n%"
+        return "perplexity\n" + parts[2].replace("_", " ")[:10]
+    return parts[1].removeprefix("quantgate_") + "\n%"
 
 
 def _workload(variant: VariantRecord) -> str:
     return str(((variant.speed or {}).get("workload") or {}).get("name", ""))
-
-
-def _legend(record: CampaignRecord) -> str:
-    return "second lines: paired difference from the baseline in points, or ratio to it (x)"
 
 
 def _shown(path: Path) -> str:

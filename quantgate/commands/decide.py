@@ -38,7 +38,7 @@ def compare_command(
     Example: quantgate compare smollm2-135m smollm2-gptq
     """
     from quantgate.commands.measure import task_names
-    from quantgate.results import comparison_tables, compare_variants
+    from quantgate.results import compare_variants, comparison_tables
 
     screen = Screen(json_output)
     with screen.progress() as progress:
@@ -84,8 +84,8 @@ def ui_command(
 
     Example: quantgate ui --port 5000
     """
-    from registry.tracking import ui_command as mlflow_ui
+    from registry import tracking
 
-    command, environment = mlflow_ui(port)
-    Screen().note(f"MLflow UI: http://127.0.0.1:{port} (Ctrl-C ends it)")
+    command, environment = tracking.ui_command(port)
+    Screen().note(f"MLflow UI: {tracking.ui_url(port)} (Ctrl-C ends it)")
     os.execvpe(command[0], command, environment)

@@ -21,7 +21,9 @@ def eval_command(
     tasks: Annotated[str | None, typer.Option(help="Task names, comma-separated, in place of a suite.")] = None,
     data_dir: DataDirOption = None,
     limit: LimitOption = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Result folder; default: in the cache, by weights digest.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Result folder; default: in the cache, by weights digest.")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Measure quality: lm-eval tasks and perplexity on the paged-KV engine, with a record of every sample.
@@ -39,30 +41,43 @@ def eval_command(
         result = evaluate_checkpoint(
             path, suite=suite, tasks=task_names(tasks), data_dir=data_dir, limit=limit, out=out, progress=progress
         )
-    screen.result({"path": str(result.directory), **result.to_mapping()}, quality_table(result), f"evidence: {result.directory}")
+    screen.result(
+        {"path": str(result.directory), **result.to_mapping()}, quality_table(result), f"evidence: {result.directory}"
+    )
 
 
 def speed_command(
     checkpoint: CheckpointArgument,
     against: Annotated[str | None, typer.Option(help="The baseline: both run interleaved on the same traffic.")] = None,
     workload: Annotated[str, typer.Option(help="A workload that ships, or a YAML file.")] = "chat",
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved A B B A rounds.")] = 2,
-    out: Annotated[Path | None, typer.Option("--out", help="Result folder; default: in the cache, by weights digest.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Blocks per side, A B B A …; default: the workload's.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Result folder; default: in the cache, by weights digest.")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Measure memory, TTFT, TPOT and tokens/s under a workload; against a baseline, as ratios with intervals.
 
     Example: quantgate speed smollm2-gptq --against smollm2-135m --workload chat
     """
-    from quantgate.results import measure_checkpoint, speed_table
+    from quantgate.results import measure_checkpoint, speed_table, validity_lines
     from quantgate.source import resolve_checkpoint
 
     screen = Screen(json_output)
     with screen.progress() as progress:
         path = resolve_checkpoint(checkpoint, progress)
         baseline = resolve_checkpoint(against, progress) if against else None
-        result = measure_checkpoint(path, against=baseline, workload=workload, repeats=repeats, out=out, progress=progress)
-    screen.result({"path": str(result.directory), **result.to_mapping()}, speed_table(result), f"evidence: {result.directory}")
+        result = measure_checkpoint(
+            path, against=baseline, workload=workload, repeats=repeats, out=out, progress=progress
+        )
+    screen.result(
+        {"path": str(result.directory), **result.to_mapping()},
+        speed_table(result),
+        *validity_lines(result),
+        f"evidence: {result.directory}",
+    )
 
 
 def task_names(commas: str | None) -> list[str]:

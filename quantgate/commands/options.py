@@ -10,7 +10,8 @@ CheckpointArgument = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, everything else on stderr.")]
 DataDirOption = Annotated[
-    Path | None, typer.Option("--data-dir", help="Folder with wikitext2/, lambada/, piqa/, gsm8k/ where no hub answers.")
+    Path | None,
+    typer.Option("--data-dir", help="Folder with wikitext2/, lambada/, piqa/, gsm8k/ where no hub answers."),
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="At most this many samples per task.")]
 PolicyOption = Annotated[str, typer.Option(help="A policy file, or the name of one that ships.")]

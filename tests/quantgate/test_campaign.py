@@ -40,7 +40,7 @@ def test_shared_calibration_reaches_every_recipe_that_gives_none_of_its_own(tmp_
         (GOOD.replace("samples: 8", "sample: 8"), 3, "did you mean 'samples'?"),
         (GOOD.replace("name: trial", "name: ../trial"), 1, "should match pattern"),
         (GOOD.replace("  int8:", "  baseline:"), 5, "and not 'baseline'"),
-        (GOOD.replace("  int8:", "  ../x:"), 5, "must be letters"),
+        (GOOD.replace("  int8:", "  ../x:"), 5, "is letters"),
     ],
 )
 def test_a_wrong_key_is_named_with_its_line(tmp_path: Path, wrong: str, line: int, said: str) -> None:
