@@ -6,6 +6,7 @@ A line is written only after its shard is on the disk, so a line means a whole s
 import hashlib
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,9 +42,11 @@ class Journal:
                 break
             good.append(entry)
         keep = {entry.file for entry in good}
-        for file in folder.iterdir():
-            if file.name not in keep:
-                file.unlink()
+        for entry_on_disk in folder.iterdir():
+            if entry_on_disk.is_dir():
+                shutil.rmtree(entry_on_disk)
+            elif entry_on_disk.name not in keep:
+                entry_on_disk.unlink()
         journal = cls(folder, tuple(good))
         append(folder / JOURNAL, [{"fingerprint": fingerprint}, *(asdict(entry) for entry in good)])
         return journal

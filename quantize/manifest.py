@@ -18,9 +18,9 @@ MANIFEST = "quantgate.json"
 
 @dataclass(frozen=True)
 class ModuleRecord:
-    """One quantized linear. relative_error is ‖WX−ŴX‖²/‖WX‖² on the calibration inputs X where error_of is "outputs", and
-    ‖W−Ŵ‖²/‖W‖² where it is "weights" (methods that need no calibration). clipped_scales counts groups whose range was cut
-    on purpose, dead_columns inputs that calibration never moved. bytes is the size of its tensors as stored."""
+    """One quantized linear. relative_error is ‖WX−ŴX‖²/‖WX‖² on the calibration inputs X where error_of is "outputs",
+    and ‖W−Ŵ‖²/‖W‖² where it is "weights" (methods that need no calibration). clipped_scales counts groups whose range
+    was cut on purpose, dead_columns inputs that calibration never moved. bytes is the size of its tensors as stored."""
 
     name: str
     bits: int
@@ -38,10 +38,12 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """bytes_* count the weight files; bits_per_weight counts the quantized modules with their scales. coverage compares the
-    modules that the recipe asked for with those found packed in the result."""
+    """fingerprint is a digest of all that decides the result's bytes. bytes_* count the weight files; bits_per_weight
+    counts the quantized modules with their scales. coverage compares the modules that the recipe asked for with those
+    found packed in the result."""
 
     source_digest: str
+    fingerprint: str
     recipe: Mapping[str, Any]
     calibration: Mapping[str, Any] | None
     versions: Mapping[str, str]

@@ -1,7 +1,8 @@
 """From a checkpoint to a quantized one, layer by layer from disk: the walk, the journal, the shards and the checks.
 
-A layer's shard depends only on the source, the recipe, the calibration and the layers before it, so that a run killed anywhere
-goes on at the next layer and ends with the same bytes. What is in memory at a time: one layer, and the calibration states.
+A layer's shard depends only on the source, the recipe, the calibration and the layers before it, so that a run killed
+anywhere goes on at the next layer and ends with the same bytes. What is in memory at a time: one layer, and the
+calibration states.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from quantize.formats.compressed_tensors import pack_weight, quantization_config
 from quantize.gram import InputRecorder
 from quantize.journal import Entry, Journal, file_digest
 from quantize.layer import QuantizedModule, awq_layer, gptq_layer, round_module
-from quantize.manifest import Manifest, ModuleRecord
+from quantize.manifest import MANIFEST, Manifest, ModuleRecord
 from quantize.methods.fusion import Fusion, find_fusions
 from quantize.progress import Progress, silent
 from quantize.recipe import Recipe
@@ -38,7 +39,8 @@ from quantize.walk import Walk, float32_copy
 
 COPIED = ("*.jinja", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
           "merges.txt", "additional_chat_templates", "LICENSE*")  # fmt: skip
-"""What goes along unchanged: tokenizer, chat templates, generation settings, licence; never code, never other weights."""
+"""What goes along unchanged: tokenizer, chat templates, generation settings, licence; never code, never other
+weights."""
 
 
 @dataclass
@@ -69,12 +71,15 @@ def quantize_checkpoint(
     *,
     calibration: Path | None = None,
     device: str | None = None,
+    replace: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Writes the quantized checkpoint OUT and returns its manifest. Run again after a kill, it goes on where it was.
+    """Writes the quantized checkpoint OUT and returns its manifest. Run again after a kill, it goes on where it was;
+    run again when OUT holds the result of the same work, it does nothing.
 
-    calibration: a JSONL file; default the text shipped with the package. device: where the layers are computed, default CUDA
-    when there is one. Raises QuantizeError, one line, for everything that the user can set right.
+    calibration: a JSONL file; default the text shipped with the package. device: where the layers are computed, default
+    CUDA when there is one. replace: the result of other work in OUT gives way at the end; otherwise it is an error.
+    Raises QuantizeError, one line, for everything that the user can set right.
     """
     begin = time.perf_counter()
     tell = progress or silent
@@ -82,13 +87,17 @@ def quantize_checkpoint(
     decoder = open_decoder(checkpoint)
     targets = choose_targets(decoder, recipe, checkpoint)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    with atomic_directory(Path(out), resumable=True) as folder:
-        steps = len(decoder.layers) + 1
-        tell("checking the source", 0, steps)
-        source_digest = checkpoint.weights_digest(refuse_nonfinite(checkpoint))
-        text = calibrate(checkpoint, recipe, calibration) if recipe.is_calibrated else None
+    steps = len(decoder.layers) + 1
+    tell("checking the source", 0, steps)
+    source_digest = checkpoint.weights_digest(refuse_nonfinite(checkpoint))
+    text = calibrate(checkpoint, recipe, calibration) if recipe.is_calibrated else None
+    identity = fingerprint(checkpoint, recipe, text, place, source_digest)
+    finished = finished_before(Path(out), identity)
+    if finished is not None:
+        return finished
+    with atomic_directory(Path(out), resumable=True, replace=replace) as folder:
         work = Work(checkpoint, decoder, recipe, targets, text, folder, place)
-        journal = Journal.resume(folder, fingerprint(work, source_digest))
+        journal = Journal.resume(folder, identity)
         for step, file in enumerate(work.files):
             last = step == steps - 1
             tell("embeddings and head" if last else f"{recipe.method} layer {step + 1}", step, steps)
@@ -98,7 +107,7 @@ def quantize_checkpoint(
                 continue
             tensors, modules = finish_rest(work) if last else finish_layer(work, step)
             journal = journal.record(write_shard(folder, file, tensors, modules))
-        manifest = finish_checkpoint(work, journal, source_digest, begin)
+        manifest = finish_checkpoint(work, journal, source_digest, identity, begin)
         journal.close()
     tell("done", steps, steps)
     return manifest
@@ -116,15 +125,28 @@ def calibrate(checkpoint: Checkpoint, recipe: Recipe, file: Path | None) -> Cali
     return text
 
 
-def fingerprint(work: Work, source_digest: str) -> str:
+def finished_before(out: Path, identity: str) -> Manifest | None:
+    """The manifest in OUT, if OUT is the whole result of the same work."""
+    if not (out / MANIFEST).is_file():
+        return None
+    try:
+        manifest = Manifest.read(out)
+    except QuantizeError:
+        return None
+    return manifest if manifest.fingerprint == identity else None
+
+
+def fingerprint(
+    checkpoint: Checkpoint, recipe: Recipe, calibration: Calibration | None, device: torch.device, source_digest: str
+) -> str:
     """A digest of all that decides the bytes of the result."""
     decisive = {
         "source": source_digest,
-        "config": work.checkpoint.config,
-        "recipe": work.recipe.to_mapping(),
-        "calibration": work.calibration.digest if work.calibration else None,
+        "config": checkpoint.config,
+        "recipe": recipe.to_mapping(),
+        "calibration": calibration.digest if calibration else None,
         "versions": versions(),
-        "device": work.device.type,
+        "device": device.type,
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=False).encode()).hexdigest()
 
@@ -171,8 +193,8 @@ def calibrated_layer(
 ) -> tuple[dict[str, QuantizedModule], dict[str, torch.Tensor]]:
     """One layer through awq or gptq, and the walk's states past it.
 
-    gptq sees the states that quantized layers produce, and its own quantized weights produce the next ones. awq, as in its
-    paper, sees the states of the original model: it compensates nothing, so one pass per layer is enough.
+    gptq sees the states that quantized layers produce, and its own quantized weights produce the next ones. awq, as in
+    its paper, sees the states of the original model: it compensates nothing, so one pass per layer is enough.
     """
     walk = started_walk(work)
     layer = work.decoder.layers[index]
@@ -264,7 +286,7 @@ def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor], modul
     return Entry(file, file_digest(folder / file), tuple(sorted(tensors)), modules)
 
 
-def finish_checkpoint(work: Work, journal: Journal, source_digest: str, begin: float) -> Manifest:
+def finish_checkpoint(work: Work, journal: Journal, source_digest: str, identity: str, begin: float) -> Manifest:
     """Config, index, copied files and manifest, after everything has been counted."""
     folder, checkpoint, targets = work.folder, work.checkpoint, work.targets
     modules = tuple(record for entry in journal.entries for record in entry.modules)
@@ -286,6 +308,7 @@ def finish_checkpoint(work: Work, journal: Journal, source_digest: str, begin: f
     text = work.calibration
     manifest = Manifest(
         source_digest=source_digest,
+        fingerprint=identity,
         recipe=work.recipe.to_mapping(),
         calibration=None
         if text is None

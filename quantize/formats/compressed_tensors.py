@@ -2,7 +2,7 @@
 
 Two layouts, for a weight of N outputs and K inputs, b bits, groups of g inputs (G = K / g; G = 1 per channel):
 
-| `pack-quantized` (b < 8)                         | `int-quantized` (b = 8)          |
+| `pack-quantized` (activations as they are)       | `int-quantized` (b = 8, W8A8)    |
 |--------------------------------------------------|----------------------------------|
 | `weight_packed` int32 [N, ceil(K b / 32)]        | `weight` int8 [N, K]             |
 | `weight_scale` [N, G]                            | `weight_scale` [N, G]            |
@@ -38,8 +38,9 @@ WORD_BITS = 32
 
 
 def storage_format(scheme: Scheme) -> str:
-    """The layout that this package writes a scheme in."""
-    return PLAIN if scheme.bits == 8 else PACKED
+    """The layout that this package writes a scheme in: the one that vLLM has kernels for. It takes weight-only schemes
+    packed, int8 too (`_is_wNa16_group_channel` in its compressed-tensors code), and plain int8 with int8 activations."""
+    return PLAIN if scheme.bits == 8 and scheme.activations == "int8" else PACKED
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

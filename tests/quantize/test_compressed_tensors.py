@@ -103,7 +103,9 @@ def test_one_scheme_targets_linear_and_several_name_their_modules():
     assert [group["targets"] for group in uniform["config_groups"].values()] == [["Linear"]]
     assert uniform["ignore"] == ["lm_head"]
     assert uniform["format"] == "pack-quantized"
-    mixed = quantization_config({"a": Scheme(4, 64), "b": Scheme(8), "c": Scheme(4, 64)}, ["lm_head"])
+    mixed = quantization_config(
+        {"a": Scheme(4, 64), "b": Scheme(8, activations="int8"), "c": Scheme(4, 64)}, ["lm_head"]
+    )
     assert [group["targets"] for group in mixed["config_groups"].values()] == [["a", "c"], ["b"]]
     assert mixed["format"] == "mixed-precision"
     assert {group["format"] for group in mixed["config_groups"].values()} == {"pack-quantized", "int-quantized"}
