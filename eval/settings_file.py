@@ -50,7 +50,9 @@ def read_yaml_mapping(path: Path, error: type[Exception]) -> tuple[yaml.Node, di
         why = getattr(cause, "problem", None) or str(cause).splitlines()[0]
         raise error(f"{path}{line}: not valid YAML ({why})") from None
     if tree is None or not isinstance(content, dict):
-        raise error(f"{path}: expected `key: value` lines, found {'nothing' if tree is None else type(content).__name__}")
+        raise error(
+            f"{path}: expected `key: value` lines, found {'nothing' if tree is None else type(content).__name__}"
+        )
     for key in _repeated_keys(tree):
         raise error(f"{path}:{key.start_mark.line + 1}: the key {key.value!r} stands twice; keep one")
     return tree, content
