@@ -15,7 +15,8 @@ from pathlib import Path
 from quantize.errors import QuantizeError
 
 NO_LOCKS_HERE = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
-"""What flock on a folder answers on network file systems without such locks; there the check is given up, not the work."""
+"""What flock on a folder answers on network file systems without such locks; there the check is given up, not the
+work."""
 
 
 @contextmanager
@@ -24,9 +25,10 @@ def atomic_directory(
 ) -> Iterator[Path]:
     """Yields `OUT.partial`; at a clean end it becomes `OUT`.
 
-    resumable: what an earlier, killed run left in `OUT.partial` is kept, and an error here leaves it too; otherwise both are
-    removed. replace: an existing `OUT` is replaced at the end; otherwise it is an error (an empty folder never is).
-    Raises `error` with one line when `OUT` exists, when another process builds it now, and when the disk does not take it.
+    resumable: what an earlier, killed run left in `OUT.partial` is kept, and an error here leaves it too; otherwise
+    both are removed. replace: an existing `OUT` is replaced at the end; otherwise it is an error (an empty folder never
+    is). Raises `error` with one line when `OUT` exists, when another process builds it now, and when the disk does not
+    take it.
     """
     out = Path(os.path.abspath(out))
     partial = out.with_name(out.name + ".partial")

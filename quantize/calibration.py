@@ -1,7 +1,8 @@
-"""The text that calibration runs on, as full windows of token ids: the user's JSONL, or the text shipped with this package.
+"""The text that calibration runs on, as full windows of token ids: the user's JSONL, or the text shipped with this
+package.
 
-Windows are always full, so that no padding can leak into the statistics, and the first ones of the text are taken in order,
-so that the same file gives the same calibration everywhere.
+Windows are always full, so that no padding can leak into the statistics, and the first ones of the text are taken in
+order, so that the same file gives the same calibration everywhere.
 """
 
 import hashlib
@@ -29,10 +30,12 @@ class Calibration:
 
 
 def load_calibration(path: Path | None, tokenizer: Any, samples: int, sequence_length: int) -> Calibration:
-    """Up to `samples` windows of `sequence_length` tokens from the lines {"text": ...} or {"messages": [...]} of a JSONL file.
+    """Up to `samples` windows of `sequence_length` tokens from the lines {"text": ...} or {"messages": [...]} of a
+    JSONL file.
 
-    Documents follow one another without a separator. A tokenizer that puts special tokens in front of a text (BOS) has them in
-    front of every window, since the model never sees text without them. Raises QuantizeError naming file and line.
+    Documents follow one another without a separator. A tokenizer that puts special tokens in front of a text (BOS) has
+    them in front of every window, since the model never sees text without them. Raises QuantizeError naming file and
+    line.
     """
     file = SHIPPED if path is None else Path(path)
     source = "shipped: Python 3.11 documentation" if path is None else str(file)
@@ -50,7 +53,8 @@ def load_calibration(path: Path | None, tokenizer: Any, samples: int, sequence_l
     windows = min(samples, len(ids) // payload)
     if windows < 1:
         raise QuantizeError(
-            f"{file}: holds {len(ids)} tokens, less than one window of {sequence_length}; add text or lower sequence_length"
+            f"{file}: holds {len(ids)} tokens, less than one window of {sequence_length}; "
+            "add text or lower sequence_length"
         )
     note = None
     if windows < samples:

@@ -1,7 +1,7 @@
 """A Hugging Face folder on disk, opened without loading it: its config, and its tensors one at a time.
 
-Everything that identifies a checkpoint is computed here, over contents rather than over files, so that the same weights in
-other shards have the same digest. Nothing is ever unpickled.
+Everything that identifies a checkpoint is computed here, over contents rather than over files, so that the same weights
+in other shards have the same digest. Nothing is ever unpickled.
 """
 
 import hashlib
@@ -44,8 +44,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path | str, *, quantized_ok: bool = True) -> "Checkpoint":
-        """Raises QuantizeError, one line, for a path that does not exist, is not a checkpoint, holds a truncated file or lacks
-        one, and with `quantized_ok=False` for one that is quantized already."""
+        """Raises QuantizeError, one line, for a path that does not exist, is not a checkpoint, holds a truncated file
+        or lacks one, and with `quantized_ok=False` for one that is quantized already."""
         path = Path(path)
         if not path.exists():
             raise QuantizeError(f"{path}: no such path")
@@ -75,15 +75,15 @@ class Checkpoint:
         return tuple(self._handle(self.files[name]).get_slice(name).get_shape())
 
     def weights_digest(self, visit: Callable[[str, torch.Tensor], None] | None = None) -> str:
-        """sha256 over all tensors by name: name, dtype, shape, bytes. `visit` sees each tensor on the way, so that a check of
-        the values does not read the disk twice."""
+        """sha256 over all tensors by name: name, dtype, shape, bytes. `visit` sees each tensor on the way, so that a
+        check of the values does not read the disk twice."""
         digest = hashlib.sha256()
         for name in self.tensor_names:
             tensor = self.tensor(name)
             if visit is not None:
                 visit(name, tensor)
             digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            digest.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def tokenizer_digest(self) -> str:
@@ -126,21 +126,15 @@ class Checkpoint:
 
 def tensor_files(path: Path) -> dict[str, Path]:
     """Which file holds which tensor. Opens every file once, which is what finds a truncated one."""
-    if (path / INDEX).is_file():
-        weight_map = read_json(path / INDEX, "broken index").get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise QuantizeError(f"{path / INDEX}: has no weight_map; fetch the checkpoint again")
-        names = sorted(set(weight_map.values()))
+    promised = index_of(path)
+    if promised:
+        names = sorted(set(promised.values()))
     else:
         names = [SINGLE] if (path / SINGLE).is_file() else sorted(file.name for file in path.glob("*.safetensors"))
     if not names:
         pickled = next((file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)), None)
-        instead = (
-            f"only {pickled}, and pickled weights are never read: convert them"
-            if pickled
-            else "fetch the checkpoint again"
-        )
-        raise QuantizeError(f"{path}: not a checkpoint, it has no safetensors file; {instead}")
+        remedy = f"only {pickled}, and pickled weights are never read: convert them" if pickled else "fetch it again"
+        raise QuantizeError(f"{path}: not a checkpoint, it has no safetensors file; {remedy}")
     files: dict[str, Path] = {}
     for name in names:
         file = path / name
@@ -148,13 +142,22 @@ def tensor_files(path: Path) -> dict[str, Path]:
             raise QuantizeError(f"{file}: missing, though {INDEX} names it; fetch the checkpoint again")
         with readable(file), safe_open(file, framework="pt") as handle:
             files.update(dict.fromkeys(handle.keys(), file))
-    if (path / INDEX).is_file():
-        lost = sorted(set(weight_map) - set(files))
-        if lost:
-            raise QuantizeError(
-                f"{path / weight_map[lost[0]]}: lacks {lost[0]}, which {INDEX} promises; fetch the checkpoint again"
-            )
+    lost = sorted(promised.keys() - files.keys())
+    if lost:
+        raise QuantizeError(
+            f"{path / promised[lost[0]]}: lacks {lost[0]}, which {INDEX} promises; fetch the checkpoint again"
+        )
     return files
+
+
+def index_of(path: Path) -> dict[str, str]:
+    """The file's name of each tensor, as the index says; empty without an index."""
+    if not (path / INDEX).is_file():
+        return {}
+    weight_map = read_json(path / INDEX, "broken index").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise QuantizeError(f"{path / INDEX}: has no weight_map; fetch the checkpoint again")
+    return weight_map
 
 
 @contextmanager
@@ -185,7 +188,8 @@ def refuse_nonfinite(checkpoint: Checkpoint) -> Callable[[str, torch.Tensor], No
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             what = "NaN" if torch.isnan(tensor).any() else "inf"
             raise QuantizeError(
-                f"{checkpoint.files[name]}: {name} holds {what}; such weights cannot be quantized, repair or fetch them again"
+                f"{checkpoint.files[name]}: {name} holds {what}; such weights cannot be quantized, "
+                "repair or fetch them again"
             )
 
     return visit

@@ -1,7 +1,7 @@
 """The shape of a decoder, found on the meta device: which modules are its layers, and which linears are in them.
 
-Nothing is looked up by model name. The layers are the one ModuleList whose members are of one class and hold linears; a model
-that is built otherwise is refused with the reason, because half-quantizing it would look like success.
+Nothing is looked up by model name. The layers are the one ModuleList whose members are of one class and hold linears; a
+model that is built otherwise is refused with the reason, because half-quantizing it would look like success.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,8 @@ class Decoder:
 
 
 def open_decoder(checkpoint: Checkpoint) -> Decoder:
-    """The model of a checkpoint, on the meta device. Raises QuantizeError for one whose code, structure or tensors do not fit."""
+    """The model of a checkpoint, on the meta device. Raises QuantizeError for one whose code, structure or tensors do
+    not fit."""
     try:
         config = AutoConfig.from_pretrained(checkpoint.path)
         with torch.device("meta"):
@@ -134,7 +135,8 @@ def refuse_missing_tensors(decoder: Decoder, checkpoint: Checkpoint) -> None:
             raise QuantizeError(f"{checkpoint.path}: has no tensor {name}, which its config.json calls for")
         if checkpoint.shape(name) != tuple(parameter.shape):
             raise QuantizeError(
-                f"{checkpoint.path}: {name} is {checkpoint.shape(name)}, but config.json calls for {tuple(parameter.shape)}"
+                f"{checkpoint.path}: {name} is {checkpoint.shape(name)}, "
+                f"but config.json calls for {tuple(parameter.shape)}"
             )
 
 
@@ -147,8 +149,8 @@ def load_module(decoder: Decoder, module: nn.Module, prefix: str, checkpoint: Ch
 def load_own_tensors(
     decoder: Decoder, module: nn.Module, prefix: str, checkpoint: Checkpoint, device: torch.device
 ) -> None:
-    """Puts a module's own tensors on `device`, its children's not. Buffers that no checkpoint holds (rotary frequencies) are
-    computed by the model's own initializer, as transformers does when it loads a model."""
+    """Puts a module's own tensors on `device`, its children's not. Buffers that no checkpoint holds (rotary
+    frequencies) are computed by the model's own initializer, as transformers does when it loads a model."""
     computed = False
     for name, buffer in module._buffers.items():
         if buffer is None:

@@ -1,16 +1,17 @@
 """Second moments of a linear's inputs, H = XᵀX / tokens in float32: all that gptq and awq need to know about the data.
 
-With H in hand the output error of any candidate weight, ‖WX − ŴX‖² / tokens = tr(Δ H Δᵀ), costs no forward pass, and every
-calibration token counts in it. Linears that read the same tensor (q, k and v) share one H.
+With H in hand the output error of any candidate weight, ‖WX − ŴX‖² / tokens = tr(Δ H Δᵀ), costs no forward pass, and
+every calibration token counts in it. Linears that read the same tensor (q, k and v) share one H.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-BLOCK = 512
+BLOCK = 192
+"""Columns summed at once; small blocks waste less below the diagonal, large ones run faster."""
 
 
 class Gram:
@@ -35,10 +36,15 @@ class Gram:
         return upper + upper.triu(1).T
 
 
+class InputsKnown(Exception):
+    """Every linear has shown its input; what the pass would still compute is not needed."""
+
+
 class InputRecorder:
     """Watches linears during forward passes and keeps one Gram per distinct input tensor.
 
-    Which linears share an input is seen in the first pass, by the identity of the tensors, and kept for the next ones.
+    Which linears share an input is seen in the first pass, by the identity of the tensors, and kept for the next ones;
+    so is which linear comes last, where a pass that is run only for its inputs can stop.
     """
 
     def __init__(self, linears: Mapping[str, nn.Linear]) -> None:
@@ -46,10 +52,14 @@ class InputRecorder:
         self.leader: dict[str, str] = {}
         self._grams: dict[str, Gram] = {}
         self._seen: list[tuple[str, torch.Tensor]] = []
+        self._last: str | None = None
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        handles = [linear.register_forward_pre_hook(self._hook(name)) for name, linear in self._linears.items()]
+    def watching(self, only_inputs: bool = False) -> Iterator[None]:
+        """Records the passes made inside. only_inputs: a pass ends with InputsKnown at the last linear's input."""
+        handles = [
+            linear.register_forward_pre_hook(self._hook(name, only_inputs)) for name, linear in self._linears.items()
+        ]
         try:
             yield
         finally:
@@ -58,6 +68,7 @@ class InputRecorder:
 
     def next_batch(self) -> None:
         """Forgets the tensors of the last pass (their identity means nothing any more)."""
+        self._last = self._seen[-1][0] if self._seen else None
         self._seen.clear()
 
     def grams(self) -> dict[str, torch.Tensor]:
@@ -65,7 +76,7 @@ class InputRecorder:
         matrices = {name: gram.matrix() for name, gram in self._grams.items()}
         return {name: matrices[leader] for name, leader in self.leader.items()}
 
-    def _hook(self, name: str):  # type: ignore[no-untyped-def]
+    def _hook(self, name: str, only_inputs: bool) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def record(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             activations = args[0]
             if name not in self.leader:
@@ -76,6 +87,8 @@ class InputRecorder:
                 if name not in self._grams:
                     self._grams[name] = Gram(activations.shape[-1], activations.device)
                 self._grams[name].add(activations)
+            if only_inputs and name == self._last:
+                raise InputsKnown
 
         return record
 

@@ -61,8 +61,8 @@ def round_module(weight: torch.Tensor, scheme: Scheme, fallback: str | None = No
 def gptq_layer(
     layer: nn.Module, schemes: Mapping[str, Scheme], grams: Mapping[str, torch.Tensor], recipe: Recipe
 ) -> dict[str, QuantizedModule]:
-    """The linears of a layer by their names in it. Those with one input and one scheme go through GPTQ as one tall matrix,
-    since columns only compensate within their own row."""
+    """The linears of a layer by their names in it. Those with one input and one scheme go through GPTQ as one tall
+    matrix, since columns only compensate within their own row."""
     results: dict[str, QuantizedModule] = {}
     batches: dict[tuple[int, Scheme, torch.dtype], list[str]] = {}
     for name, scheme in schemes.items():
@@ -97,8 +97,9 @@ def gptq_layer(
 def awq_layer(
     layer: nn.Module, schemes: Mapping[str, Scheme], grams: Mapping[str, torch.Tensor], fusions: tuple[Fusion, ...]
 ) -> tuple[dict[str, QuantizedModule], dict[str, torch.Tensor]]:
-    """The linears of a layer by their names in it, and the other tensors that took the inverse scales (norms, biases)."""
-    before = {name: parameter for name, parameter in layer.named_parameters()}
+    """The linears of a layer by their names in it, and the other tensors that took the inverse scales (norms,
+    biases)."""
+    before = dict(layer.named_parameters())
     weights = {name: linear(layer, name).weight.float().clone() for name in schemes}
     dtypes = {name: linear(layer, name).weight.dtype for name in schemes}
     grams = dict(grams)
@@ -137,8 +138,8 @@ def scale_inputs(
     grams: dict[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """One AWQ scale: found, moved in `weights` and in the layer's norm, and the inputs' moments brought along. Left alone when
-    a linear concerned keeps its weights: their dtype could not take the scale without rounding."""
+    """One AWQ scale: found, moved in `weights` and in the layer's norm, and the inputs' moments brought along. Left
+    alone when a linear concerned keeps its weights: their dtype could not take the scale without rounding."""
     concerned = (*fusion.consumers, *((fusion.source,) if fusion.how == ROWS else ()))
     if not all(name in schemes for name in concerned) or fusion.consumers[0] not in grams:
         return

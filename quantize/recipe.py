@@ -1,6 +1,7 @@
 """How to quantize, as a value: read from a mapping (a YAML file, the command line), checked once, and hashed.
 
-Everything that changes the resulting bytes is in here, so that two equal recipes on equal inputs give equal checkpoints.
+Everything that changes the resulting bytes is in here, so that two equal recipes on equal inputs give equal
+checkpoints.
 """
 
 import hashlib
@@ -35,9 +36,9 @@ class Override:
 
 @dataclass(frozen=True)
 class Recipe:
-    """bits and symmetric default by method; group_size None means per channel at 8 bits, else 128 where it divides every
-    target, else 64, else 32. samples windows of sequence_length tokens calibrate awq and gptq. damp is the share of the
-    Hessian's mean diagonal that gptq adds first."""
+    """bits and symmetric default by method; group_size None means per channel at 8 bits, else 128 where it divides
+    every target, else 64, else 32. samples windows of sequence_length tokens calibrate awq and gptq. damp is the share
+    of the Hessian's mean diagonal that gptq adds first."""
 
     method: str
     bits: int | None = None

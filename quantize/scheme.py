@@ -50,8 +50,8 @@ class Scheme:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """`codes` int8 [N, K] in [lowest, highest]; `scale` [N, G] in the checkpoint's dtype; `zero_point` int8 [N, G] in the
-    same signed range as the codes, or None when symmetric. G = K / group width."""
+    """`codes` int8 [N, K] in [lowest, highest]; `scale` [N, G] in the checkpoint's dtype; `zero_point` int8 [N, G] in
+    the same signed range as the codes, or None when symmetric. G = K / group width."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -77,9 +77,10 @@ class Grid:
 
 
 def grid_from_range(low: torch.Tensor, high: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> Grid:
-    """The grid that covers [low, high] (float32 [N, G]), by compressed-tensors' formula (`calculate_qparams`): symmetric
-    max(|low|, |high|) / ((2^b - 1) / 2), so that the outermost values are rounded half a step inwards; asymmetric
-    (high - low) / (2^b - 1), with zero always representable. A group of zeros takes scale 1, so that no scale is ever 0."""
+    """The grid that covers [low, high] (float32 [N, G]), by compressed-tensors' formula (`calculate_qparams`):
+    symmetric max(|low|, |high|) / ((2^b - 1) / 2), so that the outermost values are rounded half a step inwards;
+    asymmetric (high - low) / (2^b - 1), with zero always representable. A group of zeros takes scale 1, so that no
+    scale is ever 0."""
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     steps = float(scheme.highest - scheme.lowest)
     if scheme.symmetric:
@@ -122,7 +123,8 @@ def quantize_rtn(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None
 
 
 def dequantize(quantized: QuantizedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The weight [N, K] that the codes stand for: (codes - zero_point) * scale, rounded once to `dtype` (default: the scale's)."""
+    """The weight [N, K] that the codes stand for: (codes - zero_point) * scale, rounded once to `dtype` (default: the
+    scale's)."""
     grid = Grid(quantized.scale, quantized.zero_point, quantized.scheme)
     scale, zero_point = grid.spread(quantized.codes.shape[1])
     return ((quantized.codes.float() - zero_point) * scale).to(dtype or quantized.scale.dtype)

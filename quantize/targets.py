@@ -1,7 +1,7 @@
 """Which linears are quantized, and how each: decided and checked against every shape before any calibration.
 
-A group size that does not divide some target's inputs is an error here, seconds into the run, and never a padded or skipped
-module found out later.
+A group size that does not divide some target's inputs is an error here, seconds into the run, and never a padded or
+skipped module found out later.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from quantize.scheme import Scheme
 
 @dataclass(frozen=True)
 class Targets:
-    """`schemes` by full module name, in module order; `ignored` are the linears that keep their weights. unties: the head is
-    quantized though it was the embedding's own tensor, named by `tied_to`."""
+    """`schemes` by full module name, in module order; `ignored` are the linears that keep their weights. unties: the
+    head is quantized though it was the embedding's own tensor, named by `tied_to`."""
 
     schemes: Mapping[str, Scheme]
     ignored: tuple[str, ...]
@@ -35,8 +35,8 @@ class Targets:
 
 
 def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> Targets:
-    """Raises QuantizeError when a group size does not divide, when nothing is left to quantize, and when an override or an
-    ignore pattern that the user wrote matches nothing."""
+    """Raises QuantizeError when a group size does not divide, when nothing is left to quantize, and when an override or
+    an ignore pattern that the user wrote matches nothing."""
     linears: dict[str, nn.Linear] = {}
     for index in range(len(decoder.layers)):
         linears.update(decoder.layer_linears(index))
@@ -83,8 +83,8 @@ def refuse_idle_overrides(recipe: Recipe, linears: Mapping[str, nn.Linear]) -> N
 
 
 def auto_group_size(inputs: Mapping[str, int], recipe: Recipe) -> tuple[int, str | None]:
-    """The largest of 128, 64 and 32 that divides the inputs of every target without a group of its own; and, where it is in
-    use, a sentence that says which and why."""
+    """The largest of 128, 64 and 32 that divides the inputs of every target without a group of its own; and, where it
+    is in use, a sentence that says which and why."""
     waiting = {name: width for name, width in inputs.items() if needs_group(name, recipe)}
     if not waiting:
         return AUTO_GROUP_SIZES[0], None

@@ -1,12 +1,13 @@
 """Calibration states on their way through the decoder, one layer in memory at a time.
 
-The real model's own forward runs once up to its first layer, and once with every layer replaced by a stub, so that each layer
-is later called with exactly the masks and position embeddings that the model would give it, whatever its architecture.
+The real model's own forward runs once up to its first layer, and once with every layer replaced by a stub, so that each
+layer is later called with exactly the masks and position embeddings that the model would give it, whatever its
+architecture.
 """
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from quantize.checkpoint import Checkpoint
 from quantize.decoder import Decoder, load_own_tensors
 from quantize.errors import QuantizeError
-from quantize.gram import InputRecorder
+from quantize.gram import InputRecorder, InputsKnown
 
 BATCH_TOKENS = 4096
 PROBE_TOKENS = 32
@@ -57,15 +58,17 @@ class Walk:
         output = output[0] if isinstance(output, tuple) else output
         if output.shape != state.shape:
             raise QuantizeError(
-                f"{type(layer).__name__} turns states {tuple(state.shape)} into {tuple(output.shape)}; not a decoder layer"
+                f"{type(layer).__name__} turns states {tuple(state.shape)} into {tuple(output.shape)}; "
+                "not a decoder layer"
             )
         return output
 
     def observe(self, index: int, layer: nn.Module, recorder: InputRecorder) -> None:
         """Runs the layer for its linears' inputs only; the states stay."""
-        with recorder.watching():
+        with recorder.watching(only_inputs=True):
             for state in self.states:
-                self.run_layer(index, layer, state)
+                with suppress(InputsKnown):
+                    self.run_layer(index, layer, state)
                 recorder.next_batch()
 
     def advance(self, index: int, layer: nn.Module, recorder: InputRecorder | None = None) -> None:
@@ -150,7 +153,8 @@ def outside_of_layers(decoder: Decoder, checkpoint: Checkpoint, device: torch.de
     try:
         yield
     finally:
-        decoder.model.to("meta")
+        whole: nn.Module = decoder.model
+        whole.to("meta")
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

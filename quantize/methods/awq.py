@@ -1,9 +1,9 @@
-"""AWQ: input channels that carry large activations are scaled up before rounding, and the inverse scale goes into what is
-before them; then each group's range is cut where that lowers the output error.
+"""AWQ: input channels that carry large activations are scaled up before rounding, and the inverse scale goes into what
+is before them; then each group's range is cut where that lowers the output error.
 
-Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration" (arXiv 2306.00978). Both searches
-minimise the squared error of the linears' outputs over all calibration tokens, computed in float32 from the inputs' second
-moments; the reference code measures it on a sample of tokens instead.
+Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration" (arXiv 2306.00978). Both
+searches minimise the squared error of the linears' outputs over all calibration tokens, computed in float32 from the
+inputs' second moments; the reference code measures it on a sample of tokens instead.
 """
 
 from dataclasses import dataclass
@@ -41,9 +41,9 @@ def search_scale(
     channel: torch.Tensor,
     scale_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The per-channel scale [C] with the least output error, of the form activity^a / weights^b (both weighings of the paper's
-    code: b = 0, and b = 1 - a). `activity` [C] is the RMS of the inputs; `channel` [K] maps inputs to channels. Ones when
-    nothing beats not scaling.
+    """The per-channel scale [C] with the least output error, of the form activity^a / weights^b (both weighings of the
+    paper's code: b = 0, and b = 1 - a). `activity` [C] is the RMS of the inputs; `channel` [K] maps inputs to channels.
+    Ones when nothing beats not scaling.
 
     A channel without activity, or without weights, keeps scale 1: both forms would be 0/0 there.
     """
@@ -91,8 +91,8 @@ def scaled_error(
 
 
 def search_clip(weight: torch.Tensor, gram: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> tuple[Grid, int]:
-    """Per group, the cut of its range with the least output error of that group alone, (Δ_g H_gg Δ_gᵀ); the grid, and how many
-    groups were cut."""
+    """Per group, the cut of its range with the least output error of that group alone, (Δ_g H_gg Δ_gᵀ); the grid, and
+    how many groups were cut."""
     groups = grouped(weight, scheme)
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     width = groups.shape[2]

@@ -1,10 +1,11 @@
-"""Where a per-channel scale can be moved from one module of a layer into another without changing what the layer computes.
+"""Where a per-channel scale can be moved from one module of a layer into another without changing what the layer
+computes.
 
-For linears C that read a tensor X, X·diag(1/s) and C·diag(s) cancel. The 1/s has to go somewhere: into the norm or the linear
-that made X. Candidates are taken from the layer's structure (what has the right width and runs before C), and each is *proved*
-on the layer itself: powers of two are moved, which is exact in floating point up to cancellation, and the layer's float32
-output must stay. So a residual that reads X as well, a gate behind a non-linearity, or a norm with an unusual weight is found
-out by the result and not by the model's name.
+For linears C that read a tensor X, X·diag(1/s) and C·diag(s) cancel. The 1/s has to go somewhere: into the norm or the
+linear that made X. Candidates are taken from the layer's structure (what has the right width and runs before C), and
+each is *proved* on the layer itself: powers of two are moved, which is exact in floating point up to cancellation, and
+the layer's float32 output must stay. So a residual that reads X as well, a gate behind a non-linearity, or a norm with
+an unusual weight is found out by the result and not by the model's name.
 """
 
 from collections.abc import Callable
@@ -23,9 +24,10 @@ ROWS = "rows"
 
 @dataclass(frozen=True)
 class Fusion:
-    """`consumers` are linears that read one tensor; `source` can take the inverse scale. how: GAIN (a norm multiplies by its
-    weight), GAIN_PLUS_ONE (by 1 + weight, as Gemma's) or ROWS (the source is a linear, its output rows are scaled).
-    channel [K] gives the source's channel behind each input of the consumers; grouped-query attention repeats them."""
+    """`consumers` are linears that read one tensor; `source` can take the inverse scale. how: GAIN (a norm multiplies
+    by its weight), GAIN_PLUS_ONE (by 1 + weight, as Gemma's) or ROWS (the source is a linear, its output rows are
+    scaled). channel [K] gives the source's channel behind each input of the consumers; grouped-query attention repeats
+    them."""
 
     source: str
     how: str
@@ -40,21 +42,23 @@ class Fusion:
         return total / torch.bincount(self.channel, minlength=channels)
 
     def apply(self, layer: nn.Module, scale: torch.Tensor, widen: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Divides the source by `scale` [C] and multiplies the consumers' columns; `widen(name)` gives the float32 weight to
-        work on, in place. Returns the scale that was really moved, [C]: a norm's weight is stored in its own dtype, so what is
-        moved is the ratio of its stored values, and nothing is lost to rounding. A zero weight moves nothing."""
+        """Divides the source by `scale` [C] and multiplies the consumers' columns; `widen(name)` gives the float32
+        weight to work on, in place. Returns the scale that was really moved, [C]: a norm's weight is stored in its own
+        dtype, so what is moved is the ratio of its stored values, and nothing is lost to rounding. A zero weight moves
+        nothing."""
         source = layer.get_submodule(self.source)
         if self.how == ROWS:
             moved = scale
             widen(self.source).div_(scale[:, None])
         else:
             offset = 1.0 if self.how == GAIN_PLUS_ONE else 0.0
-            before = source.weight.float() + offset
-            stored = (before / scale - offset).to(source.weight.dtype)
+            weight = weight_of(source)
+            before = weight.float() + offset
+            stored = (before / scale - offset).to(weight.dtype)
             after = stored.float() + offset
             movable = (before != 0) & (after != 0) & torch.isfinite(after)
             moved = torch.where(movable, before / torch.where(movable, after, 1.0), 1.0)
-            source.weight = nn.Parameter(torch.where(movable, stored, source.weight), requires_grad=False)
+            source.weight = nn.Parameter(torch.where(movable, stored, weight), requires_grad=False)
         bias = getattr(source, "bias", None)
         if bias is not None:
             source.bias = nn.Parameter((bias.float() / moved).to(bias.dtype), requires_grad=False)
@@ -66,8 +70,8 @@ class Fusion:
 def find_fusions(
     layer: nn.Module, run: Callable[[nn.Module], torch.Tensor], leaders: dict[str, str], seed: int
 ) -> tuple[Fusion, ...]:
-    """All proved fusions of a float32 `layer`, in the order in which their consumers run. `run` computes the layer's output on
-    some states; `leaders` maps each linear to the first one with the same input."""
+    """All proved fusions of a float32 `layer`, in the order in which their consumers run. `run` computes the layer's
+    output on some states; `leaders` maps each linear to the first one with the same input."""
     order = execution_order(layer, run)
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
     reference = run(layer)
@@ -108,7 +112,8 @@ def candidates(
 
 def repeated_channels(layer: nn.Module, inputs: int, channels: int) -> list[torch.Tensor]:
     """Grouped-query attention: each key-value head's channels serve inputs / channels query heads in a row."""
-    widths = {int(module.head_dim) for module in layer.modules() if isinstance(getattr(module, "head_dim", None), int)}
+    heads = [getattr(module, "head_dim", None) for module in layer.modules()]
+    widths = {width for width in heads if isinstance(width, int)}
     query = torch.arange(inputs)
     repeat = inputs // channels
     return [query // (repeat * width) * width + query % width for width in sorted(widths) if channels % width == 0]
@@ -138,13 +143,19 @@ def is_exact(
     generator = torch.Generator().manual_seed(seed)
     scale = torch.exp2(torch.randint(-2, 3, (channels,), generator=generator).float()).to(reference.device)
     touched = [layer.get_submodule(name) for name in (fusion.source, *fusion.consumers)]
-    saved = [{key: value for key, value in module._parameters.items()} for module in touched]
+    saved = [dict(module._parameters) for module in touched]
     try:
         for module in touched:
-            module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
-        fusion.apply(layer, scale, lambda name: layer.get_submodule(name).weight.data)
+            module.weight = nn.Parameter(weight_of(module).detach().clone(), requires_grad=False)
+        fusion.apply(layer, scale, lambda name: weight_of(layer.get_submodule(name)).data)
         change = (run(layer) - reference).abs().max()
         return bool(change <= TOLERANCE * reference.abs().max())
     finally:
         for module, parameters in zip(touched, saved, strict=True):
             module._parameters.update(parameters)
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight

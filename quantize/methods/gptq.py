@@ -1,9 +1,10 @@
 """GPTQ: columns are rounded one after another, and what a column loses is made good by the columns still to come.
 
-Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (arXiv 2210.17323). With
-the Hessian H = XᵀX of the layer's squared output error, rounding column i with error e moves the later columns by
--e · U[i, j] / U[i, i], where UᵀU = H⁻¹ and U is upper triangular. Columns with the largest inputs go first (act-order); the
-grids are fixed beforehand, group by group in the stored order, so that the result needs no `g_idx` and is laid out plainly.
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (arXiv 2210.17323).
+With the Hessian H = XᵀX of the layer's squared output error, rounding column i with error e moves the later columns by
+-e · U[i, j] / U[i, i], where UᵀU = H⁻¹ and U is upper triangular. Columns with the largest inputs go first (act-order);
+the grids are fixed beforehand, group by group in the stored order, so that the result needs no `g_idx` and is laid out
+plainly.
 """
 
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ def gptq(
 ) -> GptqResult:
     """`weight` float32 [N, K], `gram` float32 [K, K] its inputs' second moments.
 
-    A column that calibration never moved (gram[i, i] = 0) is rounded to nearest and takes no part in the compensation: the
-    paper's code sets it to zero, which would break inputs that calibration happened not to reach.
+    A column that calibration never moved (gram[i, i] = 0) is rounded to nearest and takes no part in the compensation:
+    the paper's code sets it to zero, which would break inputs that calibration happened not to reach.
     """
     diagonal = gram.diagonal()
     dead = diagonal == 0
@@ -105,8 +106,8 @@ def search_grid(
 def inverse_factor(
     gram: torch.Tensor, importance: torch.Tensor, damp: float, order: torch.Tensor
 ) -> torch.Tensor | None:
-    """U float32 [K, K], upper triangular with UᵀU = (H + damp · mean(diag H) · I)⁻¹ in the given order of columns; None when
-    a factorization fails."""
+    """U float32 [K, K], upper triangular with UᵀU = (H + damp · mean(diag H) · I)⁻¹ in the given order of columns; None
+    when a factorization fails."""
     hessian = gram.clone()
     hessian.diagonal().copy_(importance + damp * importance.mean())
     hessian = hessian[order][:, order]
@@ -118,8 +119,17 @@ def inverse_factor(
 
 
 def compensate(weight: torch.Tensor, upper: torch.Tensor, grid: Grid, order: torch.Tensor) -> torch.Tensor:
-    """The codes int8 [N, K]. Works on the transpose, [K, N] in processing order, so that a column is contiguous; errors are
-    carried to the end of a block at once and to the blocks after it by one product per block."""
+    """The codes int8 [N, K], one thread. Works on the transpose, [K, N] in processing order, so that a column is
+    contiguous; errors are carried to the end of a block at once and to the blocks after it by one product per block."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # thousands of operations of a few microseconds, where waking a second thread costs more
+    try:
+        return compensate_columns(weight, upper, grid, order)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def compensate_columns(weight: torch.Tensor, upper: torch.Tensor, grid: Grid, order: torch.Tensor) -> torch.Tensor:
     outputs, inputs = weight.shape
     lowest, highest = grid.scheme.lowest, grid.scheme.highest
     group_of = order // grid.scheme.group_width(inputs)

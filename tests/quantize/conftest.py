@@ -68,8 +68,8 @@ def rounded(tiny_llama, tmp_path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def spelling_llama(tmp_path_factory) -> Path:
-    """bf16, three layers, two query heads per key-value head, untrained, with a tokenizer that spells: one token per printable
-    character, and a chat template."""
+    """bf16, three layers, two query heads per key-value head, untrained, with a tokenizer that spells: one token
+    per printable character, and a chat template."""
     torch.manual_seed(1)
     config = LlamaConfig(
         hidden_size=64,

@@ -20,20 +20,26 @@ def test_the_folder_appears_only_at_the_end(tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_an_error_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError), atomic_directory(tmp_path / "out") as folder:
-        (folder / "a").write_text("1")
+def fail_after(out, names, **options) -> None:
+    """Work that writes some files and then fails."""
+    with atomic_directory(out, **options) as folder:
+        for name in names:
+            (folder / name).write_text("1")
         raise ValueError
+
+
+def test_an_error_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError):
+        fail_after(tmp_path / "out", ["a"])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_in_resumable_work_leaves_what_was_done_and_nothing_if_nothing_was(tmp_path):
-    with pytest.raises(ValueError), atomic_directory(tmp_path / "out", resumable=True) as folder:
-        raise ValueError
+    with pytest.raises(ValueError):
+        fail_after(tmp_path / "out", [], resumable=True)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError), atomic_directory(tmp_path / "out", resumable=True) as folder:
-        (folder / "a").write_text("1")
-        raise ValueError
+    with pytest.raises(ValueError):
+        fail_after(tmp_path / "out", ["a"], resumable=True)
     with atomic_directory(tmp_path / "out", resumable=True) as folder:
         assert (folder / "a").read_text() == "1"
 

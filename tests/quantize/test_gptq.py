@@ -25,8 +25,8 @@ def problem(seed: int, outputs: int = 40, width: int = 96) -> tuple[torch.Tensor
 
 
 def column_by_column(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, order: list[int]) -> torch.Tensor:
-    """Optimal brain surgery as the paper derives it, float64, with the inverse of the remaining Hessian computed anew for
-    every column: no Cholesky, no blocks. Returns the codes."""
+    """Optimal brain surgery as the paper derives it, float64, with the inverse of the remaining Hessian computed anew
+    for every column: no Cholesky, no blocks. Returns the codes."""
     weight, hessian = weight.double().clone(), hessian.double()
     scale, zero_point = (part.double().expand_as(weight) for part in grid.spread(weight.shape[1]))
     codes = torch.zeros_like(weight)
@@ -49,7 +49,7 @@ def test_blocked_cholesky_gives_the_codes_of_the_plain_algorithm(scheme, act_ord
     order = torch.argsort(gram.diagonal(), descending=True, stable=True) if act_order else torch.arange(len(gram))
     grid = Grid(result.quantized.scale, result.quantized.zero_point, scheme)
     expected = column_by_column(weight, hessian, grid, order.tolist())
-    # Float32 against float64: a weight on the boundary of two codes may fall on the other side, and moves the rest of its row.
+    # Float32 against float64: a weight between two codes may fall on the other side, and moves the rest of its row.
     assert (result.quantized.codes != expected).float().mean() < 0.01
 
 

@@ -1,4 +1,5 @@
-"""From checkpoint to quantized checkpoint: same bytes every time, also after kills; every bad input named, nothing left behind."""
+"""From checkpoint to quantized checkpoint: same bytes every time, also after kills; every bad input named and
+nothing left behind."""
 
 import errno
 import json
@@ -313,8 +314,10 @@ def test_a_group_that_does_not_divide_is_found_before_calibration(spelling_llama
 
 
 def test_automatic_groups_that_fit_nowhere_say_what_to_do(tmp_path):
-    save_model(LlamaConfig(hidden_size=48, intermediate_size=96, num_attention_heads=4, num_hidden_layers=1, vocab_size=96),
-               tmp_path / "model")  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=48, intermediate_size=96, num_attention_heads=4, num_hidden_layers=1, vocab_size=96
+    )
+    save_model(config, tmp_path / "model")
     assert "none of 128, 64 and 32 divides the 48 inputs" in refused(tmp_path / "model", recipe_of("int4"), tmp_path)
 
 
