@@ -20,6 +20,7 @@ typedef uint16_t hvec __attribute__((vector_size(32)));
 constexpr int LANES = 16;
 constexpr int KEYS = 64;      // keys per chunk
 constexpr int QUERIES = 32;   // queries per tile
+constexpr int AHEAD = 8;      // keys to prefetch ahead of
 constexpr float MASKED = -1e30f;
 
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
@@ -42,10 +43,9 @@ inline uint16_t to_bf16(float x) {  // to nearest even
 }
 
 inline float sum(vec x) {
-  float lanes[LANES]; memcpy(lanes, &x, sizeof lanes);
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
+  x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
 // Cephes' expf: relative error below 2e-7; exactly 0 below -87.
@@ -101,6 +101,15 @@ inline void read_row(const void* base, int64_t offset, int32_t dtype, int d, int
   for (; i < padded; i++) out[i] = 0.0f;
 }
 
+// read_row of a whole number of vectors, without its loops.
+template <int V>
+inline void read_vectors(const void* base, int64_t offset, int32_t dtype, float* out) {
+  if (dtype == BFLOAT16)
+    for (int v = 0; v < V; v++) store(out + v * LANES, load_bf16((const uint16_t*)base + offset + v * LANES));
+  else
+    for (int v = 0; v < V; v++) store(out + v * LANES, load((const float*)base + offset + v * LANES));
+}
+
 inline void write_row(void* base, int64_t offset, int32_t dtype, int d, const float* in) {
   if (dtype == BFLOAT16) {
     uint16_t* p = (uint16_t*)base + offset;
@@ -112,15 +121,37 @@ inline void write_row(void* base, int64_t offset, int32_t dtype, int d, const fl
 
 struct Tile { int32_t request, first, count; };  // queries [first, first + count) of the request's tokens in this step
 
-// scores [rows, KEYS] for few rows: one dot product after another.
+// The sums of 16 vectors, one per lane, in order: each level adds halves and keeps the groups side by side.
+inline vec sums_of(const vec* v) {
+  vec a[8], b[4], c[2];
+  for (int i = 0; i < 8; i++)
+    a[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  for (int i = 0; i < 4; i++)
+    b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(a[2 * i], a[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  for (int i = 0; i < 2; i++)
+    c[i] = __builtin_shufflevector(b[2 * i], b[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           __builtin_shufflevector(b[2 * i], b[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  return __builtin_shufflevector(c[0], c[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(c[0], c[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+// scores [rows, KEYS] for few rows, 16 keys at a time; those past `keys` are computed from whatever lies there.
 template <int V>
 void few_scores(const float* q, const float* k, int rows, int keys, float* scores) {
-  for (int j = 0; j < keys; j++)
-    for (int r = 0; r < rows; r++) {
-      vec total = load(q + r * V * LANES) * load(k + j * V * LANES);
-      for (int v = 1; v < V; v++) total += load(q + (r * V + v) * LANES) * load(k + (j * V + v) * LANES);
-      scores[r * KEYS + j] = sum(total);
+  for (int r = 0; r < rows; r++) {
+    vec query[V];
+    for (int v = 0; v < V; v++) query[v] = load(q + (r * V + v) * LANES);
+    for (int j = 0; j < keys; j += LANES) {
+      vec products[LANES];
+      for (int i = 0; i < LANES; i++) {
+        products[i] = query[0] * load(k + (j + i) * V * LANES);
+        for (int v = 1; v < V; v++) products[i] += query[v] * load(k + ((j + i) * V + v) * LANES);
+      }
+      store(scores + r * KEYS + j, sums_of(products));
     }
+  }
 }
 
 // scores [rows, KEYS] from keys transposed to [head_dim, KEYS]; four rows at a time stay in registers, so up to three
@@ -154,6 +185,12 @@ void accumulate(const float* weights, const float* decay, const float* v, int ke
   }
   for (int r = 0; r < R; r++)
     for (int i = 0; i < V; i++) store(out + (r * V + i) * LANES, total[r][i]);
+}
+
+template <int V, int R>
+void accumulate_rows(int rows, const float* weights, const float* decay, const float* v, int keys, float* out) {
+  if (rows == R) return accumulate<V, R>(weights, decay, v, keys, out);
+  if constexpr (R > 1) accumulate_rows<V, R - 1>(rows, weights, decay, v, keys, out);
 }
 
 struct Scratch {
@@ -196,20 +233,30 @@ void attend(const Step& s, const Shape& shape, const Tile& tile, int kv_head, co
   const int32_t end = before + tile.count;  // keys [begin, end) are seen by some query of the tile
   const int32_t begin = shape.window > 0 ? std::max(0, before - shape.window + 1) : 0;
   const bool few = rows < 8;
+  const int element = shape.kv_dtype == BFLOAT16 ? 2 : 4;
   float one[16 * LANES];
   for (int32_t first = begin; first < end; first += KEYS) {
     const int count = std::min(KEYS, end - first);
-    for (int j = 0; j < count; j++) {
-      const int32_t position = first + j;
-      const int64_t slot = (int64_t)table[position / s.block_size] * s.block_size + position % s.block_size;
+    int32_t block = first / s.block_size, within = first % s.block_size;
+    for (int j = 0; j < count; j++, within++) {
+      if (within == s.block_size) block++, within = 0;
+      const int64_t slot = (int64_t)table[block] * s.block_size + within;
       const int64_t offset = (slot * shape.kv_heads + kv_head) * d;
-      read_row(values, offset, shape.kv_dtype, d, padded, v + j * padded);
-      if (few) {
-        read_row(keys, offset, shape.kv_dtype, d, padded, k + j * padded);
-      } else {
-        read_row(keys, offset, shape.kv_dtype, d, padded, one);
-        for (int e = 0; e < d; e++) k[e * KEYS + j] = one[e];
+      for (int line = 0; line < d; line += 64 / element) {
+        // Rows of one head lie too far apart for the hardware to see the pattern.
+        __builtin_prefetch((const char*)values + (offset + AHEAD * shape.kv_heads * d + line) * element);
+        __builtin_prefetch((const char*)keys + (offset + AHEAD * shape.kv_heads * d + line) * element);
       }
+      float* key = few ? k + j * padded : one;
+      if (d == padded) {
+        read_vectors<V>(values, offset, shape.kv_dtype, v + j * padded);
+        read_vectors<V>(keys, offset, shape.kv_dtype, key);
+      } else {
+        read_row(values, offset, shape.kv_dtype, d, padded, v + j * padded);
+        read_row(keys, offset, shape.kv_dtype, d, padded, key);
+      }
+      if (!few)
+        for (int e = 0; e < d; e++) k[e * KEYS + j] = one[e];
     }
     if (few) {
       few_scores<V>(q, k, rows, count, scores);
@@ -241,10 +288,8 @@ void attend(const Step& s, const Shape& shape, const Tile& tile, int kv_head, co
       highest[r] = top;
     }
     constexpr int R = V <= 4 ? 4 : V <= 8 ? 2 : 1;
-    int r = 0;
-    for (; r + R <= rows; r += R)
-      accumulate<V, R>(scores + r * KEYS, decay + r, v, count, acc + r * padded);
-    for (; r < rows; r++) accumulate<V, 1>(scores + r * KEYS, decay + r, v, count, acc + r * padded);
+    for (int r = 0; r < rows; r += R)
+      accumulate_rows<V, R>(std::min(R, rows - r), scores + r * KEYS, decay + r, v, count, acc + r * padded);
   }
   for (int r = 0; r < rows; r++) {
     const float inverse = 1.0f / total[r];

@@ -1,6 +1,5 @@
 """Tiny random models of several architectures, and what transformers' own generate makes of them."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,13 +78,3 @@ def greedy_reference() -> Callable[..., list[list[int]]]:
         return outputs
 
     return generate
-
-
-@pytest.fixture(scope="session")
-def real_checkpoint() -> Path:
-    """SmolLM2-135M, from QUANTGATE_TEST_CHECKPOINT or from what `quantgate fetch` left."""
-    home = Path(os.environ.get("QUANTGATE_HOME", Path.home() / ".cache" / "quantgate"))
-    path = Path(os.environ.get("QUANTGATE_TEST_CHECKPOINT", home / "models" / "smollm2-135m"))
-    if not (path / "config.json").is_file():
-        pytest.skip(f"no checkpoint at {path}: run `quantgate fetch smollm2-135m` or set QUANTGATE_TEST_CHECKPOINT")
-    return path

@@ -32,6 +32,11 @@ def test_second_load_compiles_nothing(tmp_path, monkeypatch):
     load_native.cache_clear()
     calls = []
     run = native_build.subprocess.run
+
+    def counted(command, **rest):
+        calls.append(command)
+        return run(command, **rest)
+
     monkeypatch.setattr(
         native_build.subprocess, "run", lambda command, **rest: calls.append(command) or run(command, **rest)
     )
