@@ -47,7 +47,7 @@ class BatchRecord:
 
 def record_batch(
     batch_id: int,
-    first_sample: int,
+    sample_ids: Sequence[int],
     lengths: Sequence[tuple[int, int]],
     chat_template_version: str | None,
 ) -> BatchRecord:
@@ -59,7 +59,7 @@ def record_batch(
         max_seq_len=max(segments, default=0),
         padding_side="none",
         padding_ratio=0.0,
-        sample_ids=tuple(range(first_sample, first_sample + len(lengths))),
+        sample_ids=tuple(sample_ids),
         segment_ids=segments,
         document_boundary="one request per document",
         eos_policy="no EOS added",

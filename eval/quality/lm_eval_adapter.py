@@ -7,7 +7,8 @@ published ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -97,8 +98,8 @@ class EngineLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         pairs = [self._fitted(context, continuation) for _, context, continuation in requests]
-        for (texts, _, _), (_, continuation) in zip(requests, pairs, strict=True):
-            self.scored_tokens[texts] = len(continuation)
+        for request, pair in zip(requests, pairs, strict=True):
+            self.scored_tokens[request[0]] = len(pair[1])
         return [(sum(logprobs), greedy) for logprobs, greedy in self.score(pairs, "score tasks")]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
@@ -153,15 +154,19 @@ class EngineLM(TemplateLM):
 
     def score(self, pairs: Sequence[TokenPair], what: str) -> list[tuple[list[float], bool]]:
         """(logprob of each continuation token in nats, whether greedy decoding would write it) for each pair."""
-        results: list[tuple[list[float], bool]] = []
+        results: list[tuple[list[float], bool]] = [([], True)] * len(pairs)
         version = self.engine.identity()["chat_template_digest"]
+        done = 0
         for part in self._parts(pairs):
-            lengths = [(len(context), len(continuation)) for context, continuation in pairs[part]]
-            self.batches.append(record_batch(len(self.batches), self._samples, lengths, version))
-            self._samples += len(lengths)
-            for scored in self.engine.score(pairs[part]):
-                results.append((list(scored.logprobs), bool(scored.is_greedy)))
-            self._progress(what, len(results), len(pairs))
+            order = _contexts_apart(pairs, range(*part.indices(len(pairs))))
+            lengths = [(len(pairs[index][0]), len(pairs[index][1])) for index in order]
+            samples = [self._samples + index for index in order]
+            self.batches.append(record_batch(len(self.batches), samples, lengths, version))
+            for index, scored in zip(order, self.engine.score([pairs[index] for index in order]), strict=True):
+                results[index] = (list(scored.logprobs), bool(scored.is_greedy))
+            done += len(order)
+            self._progress(what, done, len(pairs))
+        self._samples += len(pairs)
         return results
 
     def _parts(self, pairs: Sequence[TokenPair]) -> Iterator[slice]:
@@ -185,3 +190,15 @@ class EngineLM(TemplateLM):
             return context[excess:], continuation
         whole = (context + continuation)[-self.max_length :]
         return whole[:1], whole[1:]
+
+
+def _contexts_apart(pairs: Sequence[TokenPair], indices: Iterable[int]) -> list[int]:
+    """`indices`, each context's first pair before any context's second: a step cannot reuse what it computes itself, so
+    the choices of one question must not share a step if the later ones are to find its context in the prefix cache."""
+    turns: Counter[tuple[int, ...]] = Counter()
+    turn: dict[int, int] = {}
+    for index in indices:
+        context = tuple(pairs[index][0])
+        turn[index] = turns[context]
+        turns[context] += 1
+    return sorted(turn, key=lambda index: turn[index])

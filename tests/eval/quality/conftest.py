@@ -1,6 +1,5 @@
 """A tiny Llama with a tokenizer trained on the spot, and the real checkpoint where there is one."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -62,13 +61,3 @@ def tiny_reference(tiny_checkpoint: Path) -> LlamaForCausalLM:
 @pytest.fixture
 def tiny_lm(tiny_checkpoint: Path) -> EngineLM:
     return EngineLM(Engine.from_checkpoint(tiny_checkpoint))
-
-
-@pytest.fixture(scope="session")
-def real_checkpoint() -> Path:
-    """SmolLM2-135M, from QUANTGATE_TEST_CHECKPOINT or from what `quantgate fetch` left."""
-    home = Path(os.environ.get("QUANTGATE_HOME", Path.home() / ".cache" / "quantgate"))
-    path = Path(os.environ.get("QUANTGATE_TEST_CHECKPOINT", home / "models" / "smollm2-135m"))
-    if not (path / "config.json").is_file():
-        pytest.skip(f"no checkpoint at {path}: run `quantgate fetch smollm2-135m` or set QUANTGATE_TEST_CHECKPOINT")
-    return path

@@ -107,3 +107,14 @@ def test_the_chat_template_is_the_checkpoints(tiny_lm: EngineLM) -> None:
     tiny_lm.tokenizer.chat_template = None
     with pytest.raises(EvalError, match="no chat template"):
         tiny_lm.apply_chat_template([{"role": "user", "content": "hello"}])
+
+
+def test_choices_of_one_question_find_its_context_in_the_prefix_cache(tiny_lm: EngineLM) -> None:
+    question = "A question that is long enough to fill several blocks of the cache, as questions with examples are."
+    requests = _requests("loglikelihood", *[(question, f" {choice}") for choice in ("yes", "no", "perhaps")])
+    together = tiny_lm.loglikelihood(requests)
+    crowd = [(f"{number}. {question}", f" {choice}") for number in range(120) for choice in ("yes", "no", "perhaps")]
+    tiny_lm.loglikelihood(_requests("loglikelihood", *crowd))
+    assert any((step.reuse_rate or 0) > 0.5 for step in tiny_lm.engine.telemetry.steps)
+    again = tiny_lm.loglikelihood(requests)
+    assert [score for score, _ in again] == pytest.approx([score for score, _ in together], abs=1e-3)
