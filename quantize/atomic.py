@@ -43,14 +43,12 @@ def atomic_directory(
                 refuse_existing(out, error)
             if not resumable:
                 empty_directory(partial)
-        try:
-            with one_line_os_errors(out, error):
-                yield partial
-                move_into_place(partial, out)
-        except BaseException:
-            if not resumable or (partial.is_dir() and not any(partial.iterdir())):
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
+            yield partial
+            move_into_place(partial, out)
+    except BaseException:
+        if not resumable or (partial.is_dir() and not any(partial.iterdir())):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     finally:
         os.close(lock)
 

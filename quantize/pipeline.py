@@ -43,6 +43,10 @@ COPIED = ("*.jinja", "generation_config.json", "tokenizer*", "special_tokens_map
 weights."""
 
 
+REVISION = 1
+"""Raised whenever a change of the code gives other bytes for the same recipe, so that old work is not continued."""
+
+
 @dataclass
 class Work:
     """Everything that stays the same from layer to layer, and the walk, once something has needed it."""
@@ -141,7 +145,9 @@ def fingerprint(
 ) -> str:
     """A digest of all that decides the bytes of the result."""
     decisive = {
+        "revision": REVISION,
         "source": source_digest,
+        "tokenizer": (checkpoint.tokenizer_digest(), checkpoint.chat_template_digest()),
         "config": checkpoint.config,
         "recipe": recipe.to_mapping(),
         "calibration": calibration.digest if calibration else None,

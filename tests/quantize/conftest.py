@@ -90,7 +90,10 @@ def spelling_llama(tmp_path_factory) -> Path:
     spelling = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
     spelling.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=spelling, unk_token="<unk>", eos_token="<unk>")
-    tokenizer.chat_template = "{% for message in messages %}[{{ message.role }}] {{ message.content }} {% endfor %}"
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if not message.role %}{{ raise_exception('no role') }}{% endif %}"
+        "[{{ message.role }}] {{ message.content }} {% endfor %}"
+    )
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 import quantize.pipeline as pipeline
 from quantize import Manifest, Recipe, quantize_checkpoint
+from quantize.atomic import atomic_directory
 from quantize.checkpoint import Checkpoint
 from quantize.decoder import load_module, open_decoder
 from quantize.errors import QuantizeError
@@ -373,11 +374,21 @@ def test_a_missing_tokenizer_matters_only_to_methods_that_read_text(copied, spel
     quantize_checkpoint(copied, recipe_of("int8"), tmp_path / "out")
 
 
-def test_an_existing_result_is_not_overwritten(results, spelling_llama):
-    before = contents(results["int8"])
+def test_the_same_work_is_not_done_twice_and_other_work_does_not_overwrite_it(results, spelling_llama, tmp_path):
+    out = shutil.copytree(results["int8"], tmp_path / "out")
+    before = contents(out)
+    assert quantize_checkpoint(spelling_llama, recipe_of("int8"), out) == Manifest.read(results["int8"])
     with pytest.raises(QuantizeError, match="exists already"):
-        quantize_checkpoint(spelling_llama, recipe_of("int8"), results["int8"])
-    assert contents(results["int8"]) == before
+        quantize_checkpoint(spelling_llama, recipe_of("int4"), out)
+    assert contents(out) == before
+    quantize_checkpoint(spelling_llama, recipe_of("int4"), out, replace=True)
+    assert contents(out) == contents(results["int4"])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_process_at_work_on_the_same_result_is_respected(spelling_llama, tmp_path):
+    with atomic_directory(tmp_path / "out"), pytest.raises(QuantizeError, match="another process is writing it"):
+        quantize_checkpoint(spelling_llama, recipe_of("int8"), tmp_path / "out")
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on_later(
