@@ -185,14 +185,8 @@ def test_what_is_no_gguf_is_said(tmp_path, content):
 
 
 @pytest.mark.real
-def test_smollm2_is_what_its_gguf_says():
-    from quantgate.errors import FrontDoorError
-    from quantgate.fetch import fetch
-
-    try:
-        folder = fetch("smollm2-135m")
-    except FrontDoorError as failure:
-        pytest.skip(str(failure))
+def test_smollm2_is_what_its_gguf_says(real_checkpoint):
+    folder = real_checkpoint
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer("hello 2024").input_ids == [28120, 216, 34, 32, 34, 36]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)

@@ -1,7 +1,6 @@
 """Tiny random models of several architectures, and what transformers' own generate makes of them."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch

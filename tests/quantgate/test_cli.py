@@ -1,0 +1,178 @@
+"""The command line: one line for a mistake, one document with --json, and nothing half-written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture
+def copy_of(tiny_checkpoint: Path, tmp_path: Path):
+    """A copy of the tiny checkpoint that a test may spoil."""
+    import shutil
+
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
+
+
+def is_one_line(outcome, *said: str) -> None:
+    assert outcome.code == 1, outcome
+    assert outcome.out == ""
+    lines = [line for line in outcome.err.splitlines() if line.startswith("quantgate: ")]
+    assert len(lines) == 1, outcome.err
+    assert "Traceback" not in outcome.err
+    for part in said:
+        assert part in lines[0]
+
+
+def test_quantize_writes_a_checkpoint_that_inspect_describes(quantgate, tiny_checkpoint: Path) -> None:
+    made = quantgate("quantize", tiny_checkpoint, "--method", "int4", "--group-size", "32", "--out", "q", "--json")
+    assert made.code == 0, made.err
+    document = json.loads(made.out)
+    assert document["coverage"] == {"expected": 14, "packed": 14}
+    shown = quantgate("inspect", "q", "--json")
+    assert json.loads(shown.out)["modules"] == document["modules"]
+    assert "14 modules at 4 bits, groups of 32, symmetric" in quantgate("inspect", "q").out
+
+
+def test_the_same_quantization_again_is_found_done_and_another_one_does_not_replace_it(
+    quantgate, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    command = ("quantize", tiny_checkpoint, "--out", "q", "--method")
+    assert quantgate(*command, "int8").code == 0
+    written = (tmp_path / "q/quantgate.json").stat().st_mtime_ns
+    assert quantgate(*command, "int8").code == 0
+    assert (tmp_path / "q/quantgate.json").stat().st_mtime_ns == written
+    is_one_line(quantgate(*command, "int4", "--group-size", "32"), "exists already")
+    assert (tmp_path / "q/quantgate.json").stat().st_mtime_ns == written
+
+
+def test_a_path_that_is_not_there(quantgate) -> None:
+    is_one_line(quantgate("eval", "nowhere"), "no such checkpoint: nowhere", "smollm2-135m")
+
+
+def test_a_folder_that_is_no_checkpoint(quantgate, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    is_one_line(quantgate("quantize", "empty", "--method", "int8", "--out", "q"), "empty")
+    is_one_line(quantgate("eval", "empty"), "empty")
+    is_one_line(quantgate("speed", "empty"), "empty")
+    is_one_line(quantgate("inspect", "empty"), "empty")
+    assert not (tmp_path / "q").exists()
+
+
+def test_truncated_safetensors(quantgate, copy_of: Path, tmp_path: Path) -> None:
+    weights = copy_of / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    is_one_line(quantgate("quantize", copy_of, "--method", "int8", "--out", "q"), "model.safetensors")
+    is_one_line(quantgate("eval", copy_of, "--suite", "smoke"), "model.safetensors")
+    is_one_line(quantgate("speed", copy_of), "model.safetensors")
+    assert not (tmp_path / "q").exists()
+
+
+def test_nan_weights_name_the_tensor(quantgate, copy_of: Path, tmp_path: Path) -> None:
+    tensors = load_file(copy_of / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, copy_of / "model.safetensors", {"format": "pt"})
+    is_one_line(quantgate("quantize", copy_of, "--method", "int8", "--out", "q"), name)
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_group_size_that_does_not_divide(quantgate, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    outcome = quantgate("quantize", tiny_checkpoint, "--method", "int4", "--group-size", "48", "--out", "q")
+    is_one_line(outcome, "48", "64")
+    assert list(tmp_path.glob("q*")) == []
+
+
+def test_an_unknown_task_suite_workload_or_policy(quantgate, tiny_checkpoint: Path) -> None:
+    is_one_line(quantgate("eval", tiny_checkpoint, "--tasks", "quantgate_gramar"), "quantgate_grammar")
+    is_one_line(quantgate("eval", tiny_checkpoint, "--suite", "coer"), "core")
+    is_one_line(quantgate("speed", tiny_checkpoint, "--workload", "chta"), "chat")
+    is_one_line(quantgate("compare", tiny_checkpoint, tiny_checkpoint, "--policy", "defualt"), "defualt")
+
+
+def test_an_empty_data_file(quantgate, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "data/lambada").mkdir(parents=True)
+    (tmp_path / "data/lambada/test.jsonl").write_text("")
+    (tmp_path / "data/wikitext2").mkdir()
+    (tmp_path / "data/wikitext2/test.txt").write_text("")
+    is_one_line(quantgate("eval", tiny_checkpoint, "--tasks", "lambada_openai", "--data-dir", "data"), "test.jsonl")
+    is_one_line(quantgate("eval", tiny_checkpoint, "--tasks", "wikitext2", "--data-dir", "data"), "test.txt")
+
+
+def test_an_empty_calibration_file(quantgate, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text("")
+    command = ("quantize", tiny_checkpoint, "--method", "gptq", "--group-size", "32", "--out", "q")
+    is_one_line(quantgate(*command, "--calibration", "text.jsonl"), "text.jsonl")
+    assert list(tmp_path.glob("q*")) == []
+
+
+def test_a_tracking_server_that_does_not_answer(
+    quantgate, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    (tmp_path / "c.yaml").write_text(f"name: c\nbaseline: {tiny_checkpoint}\nvariants: {{int8: {{method: int8}}}}\n")
+    is_one_line(quantgate("run", "c.yaml"), "127.0.0.1:9")
+    assert list(tmp_path.rglob("quantgate.json")) == []
+
+
+def test_a_campaign_file_with_a_wrong_key(quantgate, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("name: c\nbaseline: x\nvariantz: {}\n")
+    is_one_line(quantgate("run", "c.yaml"), "c.yaml:3", "did you mean 'variants'?")
+    is_one_line(quantgate("run", "none.yaml"), "none.yaml")
+
+
+def test_a_full_disk(quantgate, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    from quantize import pipeline
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pipeline, "save_file", refuse)
+    is_one_line(quantgate("quantize", tiny_checkpoint, "--method", "int8", "--out", "q"), "disk is full")
+    assert not (tmp_path / "q").exists()
+
+
+def test_usage_errors_leave_with_2(quantgate) -> None:
+    assert quantgate("quantize").code == 2
+    assert quantgate("nonsense").code == 2
+
+
+def test_compare_of_a_checkpoint_with_itself_states_a_verdict_and_its_exit_code(
+    quantgate, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    policy = "name: p\nrules:\n  - {metric: quality.*.acc, margin: 0.5}\n"
+    (tmp_path / "p.yaml").write_text(policy)
+    common = ("compare", tiny_checkpoint, tiny_checkpoint, "--tasks", "quantgate_grammar", "--limit", "40", "--json")
+    passed = quantgate(*common, "--policy", "p.yaml")
+    assert (passed.code, json.loads(passed.out)["verdict"]) == (0, "pass")
+    (tmp_path / "p.yaml").write_text(policy.replace("0.5", "0.001"))
+    unsure = quantgate(*common, "--policy", "p.yaml")
+    assert (unsure.code, json.loads(unsure.out)["verdict"]) == (4, "inconclusive")
+    (tmp_path / "p.yaml").write_text("name: p\nrules:\n  - {metric: quality.*.acc, min: 1.01}\n")
+    failed = quantgate(*common, "--policy", "p.yaml")
+    assert (failed.code, json.loads(failed.out)["verdict"]) == (3, "fail")
+
+
+def test_releases_are_approved_rejected_and_written_down(quantgate, tmp_path: Path) -> None:
+    comparison = {
+        "verdict": "fail",
+        "reasons": ["too slow"],
+        "baseline": {"name": "baseline", "identity": {"weights_digest": "def"}},
+        "candidate": {"name": "int8", "identity": {"weights_digest": "abc"}},
+    }
+    (tmp_path / "v").mkdir()
+    (tmp_path / "v/comparison.json").write_text(json.dumps(comparison))
+    assert quantgate("release", "submit", "v", "--name", "mine", "--as", "ada").code == 0
+    is_one_line(quantgate("release", "approve", "mine", "--as", "ada"), "--override")
+    approved = quantgate("release", "approve", "mine", "--as", "ada", "--override", "internal only", "--json")
+    assert json.loads(approved.out)["state"] == "approved"
+    assert quantgate("release", "reject", "mine", "--as", "eve", "--reason", "no").code == 0
+    acts = json.loads(quantgate("release", "history", "mine", "--json").out)["history"]
+    assert [act["actor"] for act in acts][-2:] == ["ada", "eve"]
+    assert "mine" in quantgate("release", "list").out
+    assert quantgate("release", "verify").code == 0
+    is_one_line(quantgate("release", "show", "other"), "other")
