@@ -26,6 +26,12 @@ class EngineConfig:
     logits_bytes: int = 64 * 2**20
     attention_backend: str = "auto"
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise EvalError(f"{field.name} is {value}: it must be at least 1")
+
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "EngineConfig":
         """The config with these fields set. Raises EvalError naming a field that does not exist."""

@@ -18,7 +18,14 @@ from transformers import AutoTokenizer, PreTrainedModel
 from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool, root_hash
 from eval.engine.config import EngineConfig
-from eval.engine.identity import checkpoint_digests, end_of_sequence_ids, model_digest, resolve_kv_dtype
+from eval.engine.identity import (
+    checkpoint_digests,
+    context_tokens,
+    end_of_sequence_ids,
+    model_digest,
+    resolve_kv_dtype,
+    vocabulary_size,
+)
 from eval.engine.kv_cache import KV_DTYPES, allocate_kv, choose_num_blocks
 from eval.engine.model_runner import ModelRunner, StepLogits, probe_geometry
 from eval.engine.native_linear import use_native_linears
@@ -55,9 +62,8 @@ class Engine:
         weights_digest = self._digests.setdefault("weights_digest", None) or model_digest(model)
         self._digests["weights_digest"] = weights_digest
         geometry = probe_geometry(model)
-        text_config = model.config.get_text_config()
-        self._vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self._context: int = config.max_model_len or getattr(text_config, "max_position_embeddings", None) or 2048
+        self._vocab_size = vocabulary_size(model)
+        self._context = context_tokens(model, config.max_model_len)
         self._kv_dtype = resolve_kv_dtype(config.kv_dtype, model.dtype)
         num_blocks = config.num_blocks or choose_num_blocks(
             geometry,

@@ -1,4 +1,4 @@
-"""What a served model is: its digests, dtypes and end-of-sequence ids.
+"""What a served model is: its digests, dtypes, context and end-of-sequence ids.
 
 The one idea: what decides the engine's numbers is read off the model and the checkpoint, never off a file's name.
 """
@@ -42,6 +42,14 @@ def resolve_kv_dtype(name: str | None, model_dtype: torch.dtype) -> torch.dtype:
     return KV_DTYPES[name]
 
 
+def context_tokens(model: PreTrainedModel, wanted: int | None) -> int:
+    """How long a request may be: what the model's positions allow, or less if so wanted; 2048 where neither says."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and wanted is not None and wanted > limit:
+        raise EvalError(f"max_model_len is {wanted}: this model has {limit} positions")
+    return wanted or limit or 2048
+
+
 def end_of_sequence_ids(model: PreTrainedModel) -> frozenset[int]:
     """The ids that transformers' generate would stop at."""
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
@@ -49,3 +57,10 @@ def end_of_sequence_ids(model: PreTrainedModel) -> frozenset[int]:
         if ids is not None:
             return frozenset(ids if isinstance(ids, list | tuple) else [ids])
     return frozenset()
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Rows of the embedding: the token ids that the model can take."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0]

@@ -37,9 +37,7 @@ def test_second_load_compiles_nothing(tmp_path, monkeypatch):
         calls.append(command)
         return run(command, **rest)
 
-    monkeypatch.setattr(
-        native_build.subprocess, "run", lambda command, **rest: calls.append(command) or run(command, **rest)
-    )
+    monkeypatch.setattr(native_build.subprocess, "run", counted)
     assert isinstance(load_native(path), ctypes.CDLL)
     assert [command[1] for command in calls] == ["--version"]
 
