@@ -133,7 +133,7 @@ _LISTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "following",
-        ("The month that comes right after {} is",),
+        ("The month after {} is",),
         entries(
             "January=February, February=March, March=April, April=May, May=June, June=July, July=August, "
             "August=September, September=October, October=November, November=December, December=January"
@@ -141,7 +141,7 @@ _LISTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "next day",
-        ("The day that comes right after {} is",),
+        ("The day after {} is",),
         entries(
             "Monday=Tuesday, Tuesday=Wednesday, Wednesday=Thursday, Thursday=Friday, Friday=Saturday, "
             "Saturday=Sunday, Sunday=Monday"
@@ -163,16 +163,6 @@ _LISTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         entries(
             "see=eye, hear=ear, smell=nose, taste=tongue, think=brain, pump blood=heart, breathe=lungs, "
             "digest food=stomach, chew=teeth, walk=legs, filter blood=kidneys"
-        ),
-    ),
-    (
-        "number",
-        ("The number of {} is",),
-        entries(
-            "days in a week=seven, months in a year=twelve, legs of a spider=eight, legs of an insect=six, "
-            "sides of a triangle=three, wheels of a bicycle=two, legs of a dog=four, seasons in a year=four, "
-            "fingers on one hand=five, sides of a square=four, arms of an octopus=eight, "
-            "sides of a hexagon=six, continents on Earth=seven, items in a dozen=twelve"
         ),
     ),
     (

@@ -67,12 +67,14 @@ def _agreement_across_clause(draw: Draw) -> tuple[str, str]:
     return f"{head} {good} {tail}.", f"{head} {bad} {tail}."
 
 
-def _reflexive_gender(draw: Draw) -> tuple[str, str]:
-    woman = draw.below(2) == 0
-    name = draw.one(_WOMEN if woman else _MEN)
-    good, bad = ("herself", "himself") if woman else ("himself", "herself")
-    head = f"{name} went to the {draw.one(_PLACES)} with the {draw.one(_PEOPLE)} and {draw.one(_REFLEXIVE_VERBS)}"
-    return f"{head} {good}.", f"{head} {bad}."
+def _pronoun_case(draw: Draw) -> tuple[str, str]:
+    name, person = draw.one(_WOMEN + _MEN), draw.one(_PEOPLE)
+    good, bad = draw.one([("him", "he"), ("her", "she"), ("them", "they"), ("me", "I"), ("us", "we")])
+    if draw.below(2) == 0:
+        head, tail = f"{name} {draw.one(_SEEN)}", f"and the {person}."
+    else:
+        head, tail = f"{name} {draw.one(_SEEN)} the {person} and", f"near the {draw.one(_PLACES)}."
+    return f"{head} {good} {tail}", f"{head} {bad} {tail}"
 
 
 def _reflexive_number(draw: Draw) -> tuple[str, str]:
@@ -94,10 +96,10 @@ def _determiner_noun(draw: Draw) -> tuple[str, str]:
 
 
 def _polarity(draw: Draw) -> tuple[str, str]:
-    person, verb = draw.one(_PEOPLE), draw.one(_SEEN)
-    tail = f"{person} has ever {'known' if verb == 'knew' else verb} the {draw.one(_PEOPLE)}."
-    good, bad = draw.one([("No", "Some"), ("No", "Every"), ("No", "This")])
-    return f"{good} {tail}", f"{bad} {tail}"
+    head = f"The {draw.one(_PEOPLE)} near the {draw.one(_PLACES)} has"
+    verb = draw.one([verb for verb in _SEEN if verb != "knew"])
+    tail = f"ever {verb} the {draw.one(_PEOPLE)}."
+    return f"{head} not {tail}", f"{head} {draw.one(['also', 'only', 'often', 'really'])} {tail}"
 
 
 def _participle(draw: Draw) -> tuple[str, str]:
@@ -140,7 +142,7 @@ def _quantity(draw: Draw) -> tuple[str, str]:
 _PHENOMENA: dict[str, Callable[[Draw], tuple[str, str]]] = {
     "agreement across a phrase": _agreement_across_phrase,
     "agreement across a clause": _agreement_across_clause,
-    "reflexive gender": _reflexive_gender,
+    "pronoun case": _pronoun_case,
     "reflexive number": _reflexive_number,
     "determiner and noun": _determiner_noun,
     "polarity item": _polarity,

@@ -17,89 +17,109 @@ _WORDS = words(
 )
 
 
+Program = tuple[str, str, list[str]]
+"""(setup, the expression printed, neighbouring expressions whose results are about as long)."""
+
+
 def _numbers(draw: Draw, count: int) -> list[int]:
     return draw.some(range(1, 20), count)
 
 
-def _index(draw: Draw) -> tuple[str, str, list[str]]:
-    values = _numbers(draw, draw.between(4, 6))
-    at = draw.between(0, len(values) - 1)
-    negative = draw.below(2) == 0
-    name = at - len(values) if negative else at
+def _index(draw: Draw) -> Program:
+    values = _numbers(draw, draw.between(3, 5))
+    at = draw.one([0, 1, len(values) - 1])
+    name = -1 if at == len(values) - 1 and draw.below(2) == 0 else at
     return f"x = {values}", f"x[{name}]", [f"x[{other}]" for other in range(len(values)) if other != at]
 
 
-def _slice(draw: Draw) -> tuple[str, str, list[str]]:
-    values = _numbers(draw, draw.between(5, 6))
-    low = draw.between(0, 2)
-    high = low + 2
-    return (
-        f"x = {values}",
-        f"x[{low}:{high}]",
-        [f"x[{low + 1}:{high + 1}]", f"x[{low}:{high + 1}]", f"x[{low + 1}:{high}]", "x[-2:]", "x[:3]"],
-    )
+def _slice(draw: Draw) -> Program:
+    values = _numbers(draw, 5)
+    low = draw.between(0, 3)
+    return f"x = {values}", f"x[{low}:{low + 2}]", [f"x[{other}:{other + 2}]" for other in range(4) if other != low]
 
 
-def _sorted(draw: Draw) -> tuple[str, str, list[str]]:
-    values = _numbers(draw, draw.between(3, 4))
-    if draw.below(2) == 0:
-        return f"x = {values}", "sorted(x)", ["x", "x[::-1]", "sorted(x)[::-1]", "sorted(x)[1:] + sorted(x)[:1]"]
-    return f"x = {values}", "x[::-1]", ["x", "sorted(x)", "sorted(x)[::-1]", "x[1:] + x[:1]"]
-
-
-def _reduce(draw: Draw) -> tuple[str, str, list[str]]:
-    values = _numbers(draw, draw.between(3, 4))
-    call = draw.one(["sum", "max", "min", "len"])
-    return f"x = {values}", f"{call}(x)", ["max(x)", "min(x)", "len(x)", "sum(x)", "x[0]", "x[-1]", "sum(x) + 1"]
-
-
-def _append(draw: Draw) -> tuple[str, str, list[str]]:
+def _sorted(draw: Draw) -> Program:
     values = _numbers(draw, 3)
-    new = draw.between(1, 19)
-    return (
-        f"x = {values}\nx.append({new})",
-        "x",
-        [f"[{new}] + x[:-1]", "x[:-1]", f"x + [{new}]", "x[1:]", "sorted(x)"],
-    )
+    rotations = ["sorted(x)[1:] + sorted(x)[:1]", "sorted(x)[2:] + sorted(x)[:2]", "sorted(x)[::-1]"]
+    return f"x = {values}", "sorted(x)", rotations
 
 
-def _text(draw: Draw) -> tuple[str, str, list[str]]:
+def _reduce(draw: Draw) -> Program:
+    values = _numbers(draw, draw.between(3, 4))
+    call = draw.one(["max", "min", "len"])
+    return f"x = {values}", f"{call}(x)", ["max(x)", "min(x)", "len(x)", "x[0]", "x[-1]", "len(x) + 1"]
+
+
+def _join(draw: Draw) -> Program:
+    first, second = _numbers(draw, 2), _numbers(draw, 2)
+    return f"x = {first}\ny = {second}", "x + y", ["y + x", "x + x", "y + y", "x[::-1] + y", "x + y[::-1]"]
+
+
+def _append(draw: Draw) -> Program:
+    values, new = _numbers(draw, 3), draw.between(1, 19)
+    wrong = ["x[-1:] + x[:-1]", "x[:1] + x[-1:] + x[1:-1]", "x[:-1] + x[:1]", "x[1:] + x[-1:]"]
+    return f"x = {values}\nx.append({new})", "x", wrong
+
+
+def _text(draw: Draw) -> Program:
     word = draw.one(_WORDS)
-    right = draw.one(["s.upper()", "s[::-1]", "s[0]", "s[-1]", "s[:2]", "s[1:]", "len(s)", "s.title()", "s * 2"])
-    wrong = ["s.upper()", "s[::-1]", "s[0]", "s[-1]", "s[:2]", "s[1:]", "s[:3]", "s[-2:]", "s", "s.title()"]
-    if right == "len(s)":
-        wrong = ["len(s) + 1", "len(s) - 1", "len(s) + 2", "len(s) - 2"]
-    if right in ("s[0]", "s[-1]"):
-        wrong = [f"s[{index}]" for index in range(len(word))]
-    return f"s = '{word}'", right, wrong
+    asked = draw.one(["s[0]", "s[-1]", "len(s)", "s[:2]"])
+    wrong = {
+        "len(s)": ["len(s) + 1", "len(s) - 1", "len(s) + 2", "len(s) - 2"],
+        "s[:2]": ["s[1:3]", "s[2:4]", "s[-2:]", "s[1] + s[0]"],
+    }.get(asked, [f"s[{index}]" for index in range(len(word))])
+    return f"s = '{word}'", asked, wrong
 
 
-def _mapping(draw: Draw) -> tuple[str, str, list[str]]:
+def _glue(draw: Draw) -> Program:
+    first, second = draw.some(_WORDS, 2)
+    sign = draw.one(["", " + '-'", " + ' '"])
+    right = f"a{sign} + b"
+    return f"a = '{first}'\nb = '{second}'", right, [f"b{sign} + a", f"a{sign} + a", f"b{sign} + b"]
+
+
+def _mapping(draw: Draw) -> Program:
     keys, values = draw.some(_WORDS, 3), _numbers(draw, 3)
     entries = ", ".join(f"'{key}': {value}" for key, value in zip(keys, values, strict=True))
     key = draw.one(keys)
-    wrong = [f"d['{other}']" for other in keys if other != key] + [f"d['{key}'] + 1", f"d['{key}'] + 10"]
-    return f"d = {{{entries}}}", f"d['{key}']", wrong
+    return f"d = {{{entries}}}", f"d['{key}']", [f"d['{other}']" for other in keys if other != key]
 
 
-def _comprehension(draw: Draw) -> tuple[str, str, list[str]]:
-    values = _numbers(draw, 3)
-    step = draw.between(1, 3)
-    sign = draw.one(["+", "*"])
-    right = f"[n {sign} {step} for n in x]"
-    other = [f"[n {each} {by} for n in x]" for each in "+*" for by in (1, 2, 3, 4) if (each, by) != (sign, step)]
-    return f"x = {values}", right, [*other, "x[::-1]"]
+def _function(draw: Draw) -> Program:
+    step, value = draw.between(1, 5), draw.between(1, 12)
+    sign = draw.one("+-*")
+    setup = f"def f(n):\n    return n {sign} {step}"
+    return setup, f"f({value})", [f"f({value}) + 1", f"f({value}) - 1", f"f({value}) + 2", f"{value}", f"{step}"]
 
 
-_KINDS: dict[str, Callable[[Draw], tuple[str, str, list[str]]]] = {
+def _swap(draw: Draw) -> Program:
+    first, second = _numbers(draw, 2)
+    setup = f"a = {first}\nb = {second}"
+    if draw.below(2) == 0:
+        setup += "\na, b = b, a"
+    return setup, draw.one(["a", "b"]), ["a", "b", "a + 1", "b + 1", "a + b"]
+
+
+def _product(draw: Draw) -> Program:
+    first, second = draw.between(2, 9), draw.between(2, 9)
+    setup = f"a = {first}\nb = {second}"
+    sign = draw.one("+*")
+    return setup, f"a {sign} b", [f"a {sign} b + 1", f"a {sign} b - 1", f"a {sign} b + 2", f"a {sign} b + 10"]
+
+
+_KINDS: dict[str, Callable[[Draw], Program]] = {
     "index": _index,
     "slice": _slice,
     "order": _sorted,
     "reduce": _reduce,
+    "join": _join,
     "append": _append,
     "text": _text,
+    "glue": _glue,
     "dictionary": _mapping,
-    "comprehension": _comprehension,
+    "function": _function,
+    "swap": _swap,
+    "arithmetic": _product,
 }
 
 
