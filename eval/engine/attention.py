@@ -136,11 +136,7 @@ def _paged_attention(
     if _Active.calls is not None:
         unknown = next((name for name in _UNKNOWN_KINDS if kwargs.get(name) is not None), None)
         _Active.calls.append(LayerCall(layer, key.shape[1], key.shape[3], value.shape[3], sliding_window, unknown))
-        groups = query.shape[1] // key.shape[1]
-        attended = nn.functional.scaled_dot_product_attention(
-            query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), is_causal=True, scale=scaling
-        )
-        return attended.transpose(1, 2), None
+        return _causal_attention(query[0], key[0], value[0], scaling, softcap).to(query.dtype)[None], None
     if _Active.step is None or _Active.backend is None:
         raise EvalError("this model belongs to an Engine: run it through generate, score or step")
     output = _Active.backend.attend(
@@ -154,6 +150,19 @@ def _paged_attention(
         softcap,
     )
     return output.unsqueeze(0), None
+
+
+def _causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """All that the engine knows of attention, for one short sequence: [heads, T, head_dim] to [T, heads, head_dim]."""
+    groups = query.shape[0] // key.shape[0]
+    scores = query.float() @ key.float().repeat_interleave(groups, dim=0).transpose(1, 2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    return (weights @ value.float().repeat_interleave(groups, dim=0)).transpose(0, 1)
 
 
 @contextlib.contextmanager

@@ -19,10 +19,14 @@ from eval.engine.request import Request
 from eval.engine.scheduler import StepPlan
 from eval.errors import EvalError
 
+PROBE_TOKENS = 4
+PROBE_BOUND = 0.1
+
 
 def probe_geometry(model: PreTrainedModel) -> KVGeometry:
-    """Put the paged attention under the model and see, by one short forward, that every layer reaches it. Raises
-    EvalError naming the model when one does not, or when its attention is of a kind that the engine does not have."""
+    """Put the paged attention under the model and see, by two short forwards, that every layer reaches it and that the
+    logits stay what they were. Raises EvalError naming the model when they do not, or when its attention is of a kind
+    that the engine does not have."""
     name = type(model).__name__
     config = model.config.get_text_config()
     if "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
@@ -31,13 +35,27 @@ def probe_geometry(model: PreTrainedModel) -> KVGeometry:
     if not kinds <= {"full_attention", "sliding_attention"}:
         unknown = ", ".join(sorted(kinds - {"full_attention", "sliding_attention"}))
         raise EvalError(f"{name}: it has layers of kind {unknown}; the engine runs full and sliding attention only")
-    model.set_attn_implementation(attention.NAME)
-    if model.config._attn_implementation != attention.NAME:
-        raise EvalError(f"{name}: its attention cannot be replaced through transformers' AttentionInterface")
-    ids = torch.arange(4, device=model.device).unsqueeze(0) % config.vocab_size
-    with attention.probing() as calls, torch.inference_mode():
-        model(input_ids=ids, position_ids=torch.arange(4, device=model.device).unsqueeze(0), use_cache=False)
-    return _geometry_of(calls, name, config)
+    try:
+        expected = _probe_logits(model, "eager")
+        with attention.probing() as calls:
+            logits = _probe_logits(model, attention.NAME)
+    except (ValueError, KeyError) as error:
+        raise EvalError(f"{name}: its attention cannot be replaced through AttentionInterface ({error})") from error
+    geometry = _geometry_of(calls, name, config)
+    # A mask or bias that the interface does not show would make the whole difference; rounding makes a hundredth.
+    if (logits - expected).norm() > PROBE_BOUND * expected.norm():
+        raise EvalError(f"{name}: its attention is more than causal softmax attention; the engine cannot run it")
+    return geometry
+
+
+def _probe_logits(model: PreTrainedModel, implementation: str) -> torch.Tensor:
+    """float32 logits [tokens, vocabulary] of a few tokens, through an attention implementation that then stays."""
+    model.set_attn_implementation(implementation)
+    vocab_size = model.config.get_text_config().vocab_size
+    positions = torch.arange(PROBE_TOKENS, device=model.device)[None]
+    with torch.inference_mode():
+        output = model(input_ids=(positions + 1) % vocab_size, position_ids=positions, use_cache=False)
+    return output.logits[0].float()
 
 
 def _geometry_of(calls: list[LayerCall], name: str, config: object) -> KVGeometry:

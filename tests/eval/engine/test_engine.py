@@ -212,6 +212,20 @@ def test_attention_out_of_reach_is_refused_by_name(architecture):
         Engine(model, None, EngineConfig(num_blocks=10))
 
 
+def test_attention_that_hides_a_bias_is_refused_by_name(tiny_model, monkeypatch):
+    modeling = "transformers.models.llama.modeling_llama.eager_attention_forward"
+
+    def biased(module, query, key, value, *rest, **options):
+        distances = torch.arange(key.shape[2], dtype=key.dtype)[:, None]
+        return eager(module, query, key + distances, value, *rest, **options)
+
+    from transformers.models.llama.modeling_llama import eager_attention_forward as eager
+
+    monkeypatch.setattr(modeling, biased)
+    with pytest.raises(EvalError, match="LlamaForCausalLM: its attention is more than causal softmax attention"):
+        Engine(tiny_model("llama"), None, EngineConfig(num_blocks=10))
+
+
 def test_records_have_the_evidence_s_fields(engine):
     engine.generate(["hello", "there"], SamplingParams(max_tokens=3))
     assert " ".join(field.name for field in fields(RequestRecord)) == (
