@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eval.engine.identity import end_of_sequence_ids
 from eval.quality.lm_eval_adapter import EngineLM, TokenPair
 
 # Largest difference in nats that rounding may make in one token's logprob when matrix shapes change.
@@ -49,8 +50,8 @@ def check_engine(model: EngineLM) -> dict[str, str]:
 
 
 def check_text(model: EngineLM, chat_template: bool) -> dict[str, str]:
-    """The checks of special tokens: BOS once where the tokenizer adds it, stop tokens known to the model, a template
-    that renders."""
+    """The checks of special tokens: BOS at most once, the tokenizer's end of text among the model's stops, a chat
+    template that renders."""
     return {
         "bos": _check_bos(model),
         "stop_tokens": _check_stop_tokens(model),
@@ -76,7 +77,7 @@ def text_protocol(model: EngineLM, chat_template: bool) -> dict[str, Any]:
     tokenizer = model.tokenizer
     return {
         "bos": {"leading_ids": model.tok_encode("")[:1], "empty_context_id": model.prefix_token_id},
-        "stop_ids": [model.eot_token_id],
+        "stop_ids": sorted(end_of_sequence_ids(model.engine.model)),
         "chat_template_applied": chat_template,
         "vocabulary": len(tokenizer),
         "truncation_side": "left",
@@ -122,9 +123,9 @@ def _check_bos(model: EngineLM) -> str:
 
 
 def _check_stop_tokens(model: EngineLM) -> str:
-    stop = model.eot_token_id
-    if not 0 <= stop < model.engine.model.get_input_embeddings().weight.shape[0]:
-        return f"fail: the end-of-sequence id {stop} is outside the vocabulary"
+    stops, ending = end_of_sequence_ids(model.engine.model), model.tokenizer.eos_token_id
+    if stops and ending is not None and ending not in stops:
+        return f"fail: the tokenizer ends a text with id {ending}, the model stops at {sorted(stops)}"
     return "pass"
 
 

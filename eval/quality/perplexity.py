@@ -43,8 +43,8 @@ def score_windows(model: EngineLM, corpus: Corpus, run: PerplexityRun, limit: in
             document_hash=_digest([corpus.digest, index]),
             prompt_hash=_digest(window[:1]),
             target_hash=_digest(window[1:]),
-            prompt=model.tokenizer.decode(window[:1]),
-            target=model.tokenizer.decode(window[1:])[:EXCERPT_CHARACTERS],
+            prompt=_text(model, window[:1]),
+            target=_text(model, window[1:])[:EXCERPT_CHARACTERS],
             answer="",
             score=-sum(logprobs) / len(logprobs),
             logprobs=(sum(logprobs),),
@@ -57,6 +57,10 @@ def score_windows(model: EngineLM, corpus: Corpus, run: PerplexityRun, limit: in
 
 def _windows(token_ids: Sequence[int], window: int) -> list[list[int]]:
     return [list(token_ids[start : start + window]) for start in range(0, len(token_ids) - window + 1, window)]
+
+
+def _text(model: EngineLM, token_ids: list[int]) -> str:
+    return str(model.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
 
 def _digest(content: Sequence[object]) -> str:

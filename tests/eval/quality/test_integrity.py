@@ -62,6 +62,13 @@ def test_positions_that_do_not_restart_are_found(tiny_lm: EngineLM) -> None:
     assert integrity.check_engine(_broken(tiny_lm, drifts))["position_ids"].startswith("fail")
 
 
+def test_a_tokenizer_that_ends_where_the_model_does_not_stop_is_found(tiny_lm: EngineLM) -> None:
+    tiny_lm.tokenizer.eos_token = "<s>"
+    assert integrity.check_text(tiny_lm, chat_template=False)["stop_tokens"] == (
+        "fail: the tokenizer ends a text with id 1, the model stops at [2]"
+    )
+
+
 def test_prompts_that_were_cut_are_counted(tiny_lm: EngineLM) -> None:
     tiny_lm.truncated = 3
     assert integrity.check_truncation(tiny_lm)["truncation"].startswith("fail: 3 requests were longer than 512")

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pyarrow.parquet as pq
 import pytest
 
@@ -179,6 +180,31 @@ def test_a_mistake_is_one_line(tiny_checkpoint: Path, tmp_path: Path, arguments:
         evaluate(tiny_checkpoint, out=tmp_path / "quality", **arguments)
     assert "\n" not in str(raised.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_task_of_the_hub_that_does_not_answer_is_one_line(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_answer(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach 'baber/piqa'\non the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", no_answer)
+    with pytest.raises(EvalError, match=r"task piqa: .*cannot be loaded.*give --data-dir") as raised:
+        evaluate(tiny_checkpoint, tasks=["piqa"], out=tmp_path / "quality")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_task_of_the_hub_is_measured_as_lm_eval_defines_it(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [{"text": "the cat sat on the mat"}, {"text": "we looked at the sea"}]
+    answer = {"test": datasets.Dataset.from_list(documents)}
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: answer)
+    result = evaluate(tiny_checkpoint, tasks=["lambada_openai"], out=tmp_path / "quality")
+    assert [(task.name, task.metric, task.samples) for task in result.tasks] == [
+        ("lambada_openai", "perplexity", 2),
+        ("lambada_openai", "acc", 2),
+    ]
 
 
 def test_an_empty_data_file_is_named(tiny_checkpoint: Path, folder: Path, tmp_path: Path) -> None:
