@@ -1,5 +1,6 @@
 """AWQ: input channels that carry large activations are scaled up before rounding, and the inverse scale goes into what
-is before them; then each group's range is cut where that lowers the output error.
+is before them; then each group's range is cut where that lowers the output error, and the scales are fitted to the
+codes.
 
 Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration" (arXiv 2306.00978). Both
 searches minimise the squared error of the linears' outputs over all calibration tokens, computed in float32 from the
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from quantize.gram import output_error
+from quantize.methods.refit import refit_scales
 from quantize.scheme import (
     Grid,
     QuantizedWeight,
@@ -115,6 +117,6 @@ def search_clip(weight: torch.Tensor, gram: torch.Tensor, scheme: Scheme, scale_
 def clip_and_round(
     weight: torch.Tensor, gram: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype
 ) -> tuple[QuantizedWeight, int]:
-    """The scaled weight on its cut grid, and how many groups were cut."""
+    """The scaled weight on its cut grid, its scales fitted to the codes, and how many groups were cut."""
     grid, clipped = search_clip(weight, gram, scheme, scale_dtype)
-    return round_to_grid(weight, grid), clipped
+    return refit_scales(weight, gram, round_to_grid(weight, grid)), clipped

@@ -4,13 +4,14 @@ Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-tr
 With the Hessian H = XᵀX of the layer's squared output error, rounding column i with error e moves the later columns by
 -e · U[i, j] / U[i, i], where UᵀU = H⁻¹ and U is upper triangular. Columns with the largest inputs go first (act-order);
 the grids are fixed beforehand, group by group in the stored order, so that the result needs no `g_idx` and is laid out
-plainly.
+plainly; once all codes are chosen, the scales are fitted to them (`refit.py`).
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from quantize.methods.refit import refit_scales
 from quantize.scheme import Grid, QuantizedWeight, Scheme, grid_from_range, grouped, round_to_grid
 
 BLOCK = 128
@@ -53,18 +54,30 @@ def gptq(
     if not torch.isfinite(gram).all() or dead_columns == len(dead):
         reason = "no calibration input reached it" if dead_columns == len(dead) else "its inputs are not finite"
         return nearest(weight, torch.ones_like(diagonal), scheme, scale_dtype, dead_columns, reason)
-    grid, clipped = search_grid(weight, importance, scheme, scale_dtype)
-    order = torch.argsort(importance, descending=True, stable=True) if act_order else torch.arange(len(dead))
+    if act_order:
+        order = torch.argsort(importance, descending=True, stable=True)
+    else:
+        order = torch.arange(len(dead), device=weight.device)
     for factor in LADDER:
         share = damp * factor
         upper = inverse_factor(gram, importance, share, order)
-        if upper is not None:
-            codes = compensate(weight, upper, grid, order)
-            return GptqResult(
-                QuantizedWeight(codes, grid.scale, grid.zero_point, scheme), share, dead_columns, clipped, None
-            )
+        if upper is None:
+            continue
+        grid, clipped = search_grid(weight, rounding_costs(upper, order), scheme, scale_dtype)
+        codes = compensate(weight, upper, grid, order)
+        quantized = refit_scales(weight, gram, QuantizedWeight(codes, grid.scale, grid.zero_point, scheme))
+        return GptqResult(quantized, share, dead_columns, clipped, None)
     reason = f"Cholesky failed up to damping {damp * LADDER[-1]:g}"
     return nearest(weight, importance, scheme, scale_dtype, dead_columns, reason)
+
+
+def rounding_costs(upper: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """What a squared rounding error costs per column [K], after the later columns have made good what they can: 1 /
+    U[i, i]². The grid is searched for these; the plain second moments would cut ranges for the sake of errors that get
+    repaired."""
+    costs = torch.empty(len(order), device=upper.device)
+    costs[order] = upper.diagonal().square().reciprocal()
+    return costs
 
 
 def nearest(

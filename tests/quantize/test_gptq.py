@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantize.gram import output_error
-from quantize.methods.gptq import gptq, inverse_factor, search_grid
+from quantize.methods.gptq import gptq, inverse_factor, rounding_costs, search_grid
 from quantize.scheme import Grid, Scheme, dequantize, quantize_rtn
 
 
@@ -40,27 +40,40 @@ def column_by_column(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, or
     return codes.to(torch.int8)
 
 
+def expected_codes(weight: torch.Tensor, gram: torch.Tensor, scheme: Scheme, order: torch.Tensor) -> torch.Tensor:
+    upper = inverse_factor(gram, gram.diagonal(), 0.01, order)
+    grid, _ = search_grid(weight, rounding_costs(upper, order), scheme, torch.float32)
+    hessian = gram + 0.01 * gram.diagonal().mean() * torch.eye(len(gram))
+    return column_by_column(weight, hessian, grid, order.tolist())
+
+
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(4, 32, symmetric=False), Scheme(3, 16), Scheme(8)], ids=str)
 def test_blocked_cholesky_gives_the_codes_of_the_plain_algorithm(scheme, act_order):
     weight, gram = problem(0)
     result = gptq(weight, gram, scheme, torch.float32, damp=0.01, act_order=act_order)
-    hessian = gram + 0.01 * gram.diagonal().mean() * torch.eye(len(gram))
     order = torch.argsort(gram.diagonal(), descending=True, stable=True) if act_order else torch.arange(len(gram))
-    grid = Grid(result.quantized.scale, result.quantized.zero_point, scheme)
-    expected = column_by_column(weight, hessian, grid, order.tolist())
     # Float32 against float64: a weight between two codes may fall on the other side, and moves the rest of its row.
-    assert (result.quantized.codes != expected).float().mean() < 0.01
+    assert (result.quantized.codes != expected_codes(weight, gram, scheme, order)).float().mean() < 0.01
 
 
 def test_more_columns_than_a_block_are_compensated_across_blocks():
     weight, gram = problem(1, outputs=16, width=320)
     result = gptq(weight, gram, Scheme(4, 32), torch.float32)
-    hessian = gram + 0.01 * gram.diagonal().mean() * torch.eye(len(gram))
-    order = torch.argsort(gram.diagonal(), descending=True, stable=True).tolist()
-    grid = Grid(result.quantized.scale, None, Scheme(4, 32))
-    expected = column_by_column(weight, hessian, grid, order)
-    assert (result.quantized.codes != expected).float().mean() < 0.02
+    order = torch.argsort(gram.diagonal(), descending=True, stable=True)
+    assert (result.quantized.codes != expected_codes(weight, gram, Scheme(4, 32), order)).float().mean() < 0.02
+
+
+def test_the_cost_of_a_rounding_error_is_the_remaining_curvature_of_its_column():
+    """1 / U[i, i]² is 1 / [H⁻¹]ᵢᵢ of the columns not yet rounded, as optimal brain surgery has it."""
+    _, gram = problem(8)
+    order = torch.argsort(gram.diagonal(), descending=True)
+    costs = rounding_costs(inverse_factor(gram, gram.diagonal(), 0.01, order), order)
+    hessian = (gram + 0.01 * gram.diagonal().mean() * torch.eye(len(gram))).double()
+    for position in (0, 40, 95):
+        rest = order[position:]
+        remaining = 1 / torch.linalg.inv(hessian[rest][:, rest])[0, 0]
+        torch.testing.assert_close(costs[order[position]].double(), remaining, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("seed", range(4))

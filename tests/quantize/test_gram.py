@@ -1,0 +1,83 @@
+"""Second moments: sums of all batches, shared where the input is shared, and the errors that follow from them."""
+
+import pytest
+import torch
+from torch import nn
+
+from quantize.gram import Gram, InputRecorder, InputsKnown, output_error, relative_output_error
+
+
+@pytest.mark.parametrize("width", [8, 192, 500])
+def test_batches_of_any_shape_add_up_to_the_second_moments_of_all_tokens(width):
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(2, 5, width, generator=generator), torch.randn(7, width, generator=generator)]
+    gram = Gram(width, torch.device("cpu"))
+    for batch in batches:
+        gram.add(batch)
+    rows = torch.cat([batch.reshape(-1, width) for batch in batches]).double()
+    torch.testing.assert_close(gram.matrix().double(), rows.T @ rows / 17, rtol=1e-5, atol=1e-5)
+    assert torch.equal(gram.matrix(), gram.matrix().T)
+
+
+def test_output_error_is_what_a_forward_pass_would_measure():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(50, 16, generator=generator)
+    weight, other = torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator)
+    gram = inputs.T @ inputs / 50
+    measured = ((inputs @ (weight - other).T) ** 2).mean(0)
+    torch.testing.assert_close(output_error(weight - other, gram), measured)
+    assert relative_output_error(weight, weight, gram) == 0
+    assert relative_output_error(torch.zeros(4, 16), other, gram) == 0
+
+
+class Fork(nn.Module):
+    """a and b read one tensor, c another; c comes last and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.finished = 0
+
+    def forward(self, states):
+        states = states * 2
+        outputs = self.c(self.a(states) + self.b(states))
+        self.finished += 1
+        return outputs
+
+
+def test_linears_that_read_one_tensor_share_its_moments():
+    model = Fork()
+    recorder = InputRecorder(dict(model.named_children()))
+    with torch.no_grad(), recorder.watching():
+        for seed in range(3):
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)))
+            recorder.next_batch()
+    grams = recorder.grams()
+    assert recorder.leader == {"a": "a", "b": "a", "c": "c"}
+    assert grams["a"] is grams["b"]
+    assert not torch.equal(grams["a"], grams["c"])
+    model(torch.zeros(1, 8))
+    assert torch.equal(recorder.grams()["a"], grams["a"])  # nothing is recorded after the watch
+
+
+def test_a_pass_for_inputs_alone_stops_at_the_last_linear_with_the_same_moments():
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    model = Fork()
+    whole, short = (InputRecorder(dict(model.named_children())) for _ in range(2))
+    with torch.no_grad():
+        with whole.watching():
+            for batch in batches:
+                model(batch)
+                whole.next_batch()
+        finished = model.finished
+        with short.watching(only_inputs=True):
+            for number, batch in enumerate(batches):
+                if number == 0:
+                    model(batch)
+                else:
+                    with pytest.raises(InputsKnown):
+                        model(batch)
+                short.next_batch()
+    assert model.finished == finished + 1
+    for name, gram in whole.grams().items():
+        assert torch.equal(short.grams()[name], gram)
