@@ -142,12 +142,12 @@ class EngineLM(TemplateLM):
             )
         texts: list[str] = []
         for part in self._parts([(prompt, []) for prompt in prompts]):
-            completions = self.engine.generate(prompts[part], params[part])
+            count = self._counted("generate", len(texts), len(prompts))
+            completions = self.engine.generate(prompts[part], params[part], count)
             failed = next((completion for completion in completions if completion.error), None)
             if failed is not None:
                 raise EvalError(f"generating failed: {failed.error}")
             texts += [completion.text for completion in completions]
-            self._progress("generate", len(texts), len(prompts))
         return texts
 
     # The one way to the engine
@@ -162,15 +162,20 @@ class EngineLM(TemplateLM):
             lengths = [(len(pairs[index][0]), len(pairs[index][1])) for index in order]
             samples = [self._samples + index for index in order]
             self.batches.append(record_batch(len(self.batches), samples, lengths, version))
-            for index, scored in zip(order, self.engine.score([pairs[index] for index in order]), strict=True):
+            scores = self.engine.score([pairs[index] for index in order], self._counted(what, done, len(pairs)))
+            for index, scored in zip(order, scores, strict=True):
                 results[index] = (list(scored.logprobs), bool(scored.is_greedy))
             done += len(order)
-            self._progress(what, done, len(pairs))
         self._samples += len(pairs)
         return results
 
+    def _counted(self, what: str, before: int, total: int) -> Progress:
+        """The engine's progress on one part, told as progress on the whole."""
+        return lambda _what, done, _total: self._progress(what, before + done, total)
+
     def _parts(self, pairs: Sequence[TokenPair]) -> Iterator[slice]:
-        """Runs of pairs that fill a few engine steps each: large enough to pack well, small enough to show progress."""
+        """Runs of pairs that fill a few engine steps each; the engine packs a run as it likes, and a run is what the
+        evidence calls a batch."""
         start, tokens = 0, 0
         for index, (context, continuation) in enumerate(pairs):
             tokens += len(context) + len(continuation)
