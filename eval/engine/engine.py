@@ -233,9 +233,10 @@ class Engine:
         for index, request in enumerate(requests):
             if request is not None:
                 request.logprob_sink = sink_for(index)
-        with self._submitted(live):
-            while any(not request.finished for request in live):
-                self._step_for(live)
+        done = 0
+        with self._submitted(live) as mine:
+            while done < len(live) and self.has_unfinished():
+                done += self._step_for(mine)
                 while ready:
                     yield ready.popleft()
         for request in live:
@@ -371,28 +372,27 @@ class Engine:
         self._requests[request.request_id] = request
 
     @contextlib.contextmanager
-    def _submitted(self, requests: list[Request]) -> Iterator[None]:
-        """The requests are in the engine; none of them stays there, whatever happens."""
+    def _submitted(self, requests: list[Request]) -> Iterator[frozenset[str]]:
+        """The requests' ids, while they are in the engine; none of them stays there, whatever happens."""
         try:
             for request in requests:
                 self._submit(request)
-            yield
+            yield frozenset(request.request_id for request in requests)
         finally:
             for request in requests:
                 self.abort(request.request_id)
 
-    def _step_for(self, requests: list[Request]) -> None:
-        """One step, whose outputs of other people's requests wait for the next `step`."""
-        mine = {request.request_id for request in requests}
-        self._undelivered = [output for output in self.step() if output.request_id not in mine]
+    def _step_for(self, mine: frozenset[str]) -> int:
+        """One step; how many of `mine` ended in it. Other people's outputs wait for the next `step`."""
+        outputs = self.step()
+        self._undelivered = [output for output in outputs if output.request_id not in mine]
+        return sum(output.finished for output in outputs if output.request_id in mine)
 
     def _run(self, requests: list[Request], what: str, progress: Progress | None) -> None:
-        with self._submitted(requests):
-            done = -1
-            while (now_done := sum(request.finished for request in requests)) < len(requests):
-                if progress is not None and now_done != done:
-                    progress(what, now_done, len(requests))
-                done = now_done
-                self._step_for(requests)
-        if progress is not None:
-            progress(what, len(requests), len(requests))
+        done = 0
+        with self._submitted(requests) as mine:
+            while done < len(requests) and self.has_unfinished():
+                ended = self._step_for(mine)
+                done += ended
+                if progress is not None and ended:
+                    progress(what, done, len(requests))

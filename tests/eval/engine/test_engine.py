@@ -152,6 +152,13 @@ def test_generate_leaves_other_people_s_requests_going(engine):
     assert tokens == engine.generate(["hello"], SamplingParams(max_tokens=30))[0].token_ids
 
 
+def test_progress_counts_finished_requests(engine):
+    seen = []
+    params = [SamplingParams(max_tokens=count) for count in (1, 2, 2)]
+    engine.generate(["hello", "there", "you"], params, progress=lambda *report: seen.append(report))
+    assert seen == [("generate", 1, 3), ("generate", 3, 3)]
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
