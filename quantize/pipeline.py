@@ -43,7 +43,7 @@ COPIED = ("*.jinja", "generation_config.json", "tokenizer*", "special_tokens_map
 weights."""
 
 
-REVISION = 1
+REVISION = 2
 """Raised whenever a change of the code gives other bytes for the same recipe, so that old work is not continued."""
 
 
@@ -205,21 +205,14 @@ def calibrated_layer(
     walk = started_walk(work)
     layer = work.decoder.layers[index]
     load_module(work.decoder, layer, work.decoder.layer_prefix(index), work.checkpoint, work.device)
-    recorder = InputRecorder({name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)})
+    recorder = InputRecorder(linears_of(layer))
     changed: dict[str, torch.Tensor] = {}
     try:
         if work.recipe.method == "awq":
-            probe = walk.probe.float()
+            fusions = proved_fusions(work, walk, index, layer)
             walk.advance(index, layer, recorder)
-            if work.fusions is None:
-                work.fusions = find_fusions(
-                    float32_copy(layer),
-                    lambda copy: walk.run_layer(index, copy, probe),
-                    recorder.leader,
-                    work.recipe.seed,
-                )
             with torch.inference_mode():
-                results, changed = awq_layer(layer, schemes, recorder.grams(), work.fusions)
+                results, changed = awq_layer(layer, schemes, recorder.grams(), fusions)
         else:
             walk.observe(index, layer, recorder)
             with torch.inference_mode():
@@ -231,6 +224,25 @@ def calibrated_layer(
     finally:
         layer.to("meta")
     return results, changed
+
+
+def proved_fusions(work: Work, walk: Walk, index: int, layer: nn.Module) -> tuple[Fusion, ...]:
+    """Where awq may move scales: proved on the first layer, in float32, for all of them."""
+    if work.fusions is None:
+        exact, probe = float32_copy(layer), walk.probe.float()
+        recorder = InputRecorder(linears_of(exact))
+
+        def run(candidate: nn.Module) -> torch.Tensor:
+            return walk.run_layer(index, candidate, probe)
+
+        with recorder.watching():
+            run(exact)
+        work.fusions = find_fusions(exact, run, recorder.leader, work.recipe.seed)
+    return work.fusions
+
+
+def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
+    return {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
 
 
 def put_weight(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
@@ -255,6 +267,8 @@ def replay_layer(work: Work, index: int, entry: Entry, needed: bool) -> None:
             }
             quantized = unpack_weight(own, work.targets.schemes[record.name])
             put_weight(layer, record.name.removeprefix(prefix), dequantize(quantized).to(work.device))
+    else:
+        proved_fusions(work, walk, index, layer)
     walk.advance(index, layer)
     layer.to("meta")
 

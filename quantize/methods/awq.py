@@ -24,7 +24,10 @@ from quantize.scheme import (
     round_to_grid,
 )
 
-RATIOS = tuple(step / 20 for step in range(20))
+RATIOS = tuple(step / 10 for step in range(10))
+FINER = (-0.05, 0.05)
+"""Ratios tried first, and then around the best of them: the error is smooth in the ratio."""
+
 CUTS = tuple(1.0 - step / 40 for step in range(21))
 
 
@@ -53,18 +56,24 @@ def search_scale(
     alive = activity > 0
     active = torch.where(alive, activity, activity[alive].mean() if bool(alive.any()) else ones)
     magnitude = weight_magnitude(consumers, channel, len(activity))
-    best, best_error = ones, scaled_error(consumers, ones, gram, channel, scale_dtype)
-    for ratio in RATIOS:
-        for weighed in (False, True):
-            scale = active.pow(ratio)
-            if weighed:
-                scale = scale / magnitude.pow(1.0 - ratio)
-            scale = scale / (scale.max() * scale.min()).sqrt()
-            scale = torch.where(alive, scale, ones).clamp(1e-4, 1e4)
-            error = scaled_error(consumers, scale, gram, channel, scale_dtype)
-            if error < best_error:
-                best, best_error = scale, error
-    return best
+
+    def candidate(ratio: float, weighed: bool) -> torch.Tensor:
+        scale = active.pow(ratio)
+        if weighed:
+            scale = scale / magnitude.pow(1.0 - ratio)
+        scale = scale / (scale.max() * scale.min()).sqrt()
+        return torch.where(alive, scale, ones).clamp(1e-4, 1e4)
+
+    tried = {(0.0, False): scaled_error(consumers, ones, gram, channel, scale_dtype)}
+
+    def best_of(forms: list[tuple[float, bool]]) -> tuple[float, bool]:
+        for form in forms:
+            if form not in tried:
+                tried[form] = scaled_error(consumers, candidate(*form), gram, channel, scale_dtype)
+        return min(tried, key=lambda form: tried[form])
+
+    ratio, weighed = best_of([(ratio, weighed) for ratio in RATIOS for weighed in (False, True)])
+    return candidate(*best_of([(ratio + step, weighed) for step in FINER if ratio + step > 0]))
 
 
 def weight_magnitude(consumers: list[Consumer], channel: torch.Tensor, channels: int) -> torch.Tensor:
