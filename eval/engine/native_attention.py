@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eval.engine.attention import StepContext
-from eval.engine.native_build import load_native
+from quantize.native_build import load_native
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 SOURCE = Path(__file__).parent / "paged_attention.cpp"

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from eval.engine.native_build import load_native
+from quantize.native_build import load_native
 
 SOURCE = Path(__file__).parent / "dense_linear.cpp"
 # Above this torch's own matrix product, which tiles the tokens too, is as fast.

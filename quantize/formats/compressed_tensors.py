@@ -39,7 +39,7 @@ WORD_BITS = 32
 
 def storage_format(scheme: Scheme) -> str:
     """The layout that this package writes a scheme in: the one that vLLM has kernels for. It takes weight-only schemes
-    packed, int8 too (`_is_wNa16_group_channel` in its compressed-tensors code), and plain int8 with int8 activations."""
+    packed, int8 too (its `_is_wNa16_group_channel`), and plain int8 with int8 activations."""
     return PLAIN if scheme.bits == 8 and scheme.activations == "int8" else PACKED
 
 

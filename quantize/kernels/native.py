@@ -1,86 +1,31 @@
 """Our own CPU kernels for quantized linears (`cpu/linear.cpp`), built once on the machine that runs them.
 
-They need AVX-512 with BF16 and VNNI, and a C++ compiler at the first use; without either torch's kernels serve. The
-library is plain C behind ctypes, so it compiles in seconds; its threads are torch's, because the OpenMP runtime that it
-asks for is loaded already.
+They need AVX-512 with BF16 and VNNI, and a C++ compiler at the first use; without either torch's kernels serve. Their
+threads are torch's, because the OpenMP runtime that the library asks for is loaded already.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import warnings
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from quantize.native_build import load_native
 from quantize.scheme import PER_CHANNEL, QuantizedWeight, Scheme
 
 SOURCE = Path(__file__).with_name("cpu") / "linear.cpp"
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 LANES = 16
-BUILD_SECONDS = 180
-
-
-def cache_folder() -> Path:
-    """`$QUANTGATE_HOME/kernels` or `~/.cache/quantgate/kernels`."""
-    home = os.environ.get("QUANTGATE_HOME", "~/.cache/quantgate")
-    return Path(home).expanduser() / "kernels"
 
 
 def cpu_is_supported() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported())
 
 
-@functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None (said once) where they cannot be had. `QUANTGATE_NATIVE=0` turns them off."""
-    if os.environ.get("QUANTGATE_NATIVE") == "0" or not cpu_is_supported():
-        return None
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        warnings.warn("no C++ compiler (g++ or clang++): torch's slower CPU kernels are used", stacklevel=2)
-        return None
-    try:
-        return ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as failure:
-        said = getattr(failure, "stderr", None) or str(failure)
-        lines = said.strip().splitlines() or [type(failure).__name__]
-        warnings.warn(f"CPU kernels cannot be built ({lines[-1]}): torch's slower ones are used", stacklevel=2)
-        return None
-
-
-def _built(compiler: str) -> Path:
-    """The shared library for this source, compiler and CPU; several processes at once build it one time."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    what = [SOURCE.read_text(encoding="utf-8"), *FLAGS, version, _cpu_flags()]
-    name = f"linear-{hashlib.sha256(chr(0).join(what).encode()).hexdigest()[:16]}.so"
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / name
-    with open(folder / "lock", "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_file():
-            partial = target.with_suffix(".partial")
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(partial)]
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
-            os.replace(partial, target)
-    return target
-
-
-def _cpu_flags() -> str:
-    """A cache folder may be shared by machines of different kinds."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return torch.backends.cpu.get_cpu_capability()
-    return next((line for line in lines if line.startswith("flags")), "")
+    """The compiled kernels, or None where this machine cannot have them."""
+    return load_native(SOURCE) if cpu_is_supported() else None
 
 
 def interleave(codes: torch.Tensor, step: int) -> torch.Tensor:

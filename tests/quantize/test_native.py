@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quantize.kernels import native
 from quantize.kernels.native import NativeDynamicInt8, NativeInt4, NativeInt8, by_lanes, interleave
 from quantize.kernels.reference import quantize_tokens, reference_linear
+from quantize.native_build import load_native
 from quantize.scheme import QuantizedWeight, Scheme, dequantize, quantize_rtn
 
 BF16 = 2.0**-8
@@ -23,11 +24,11 @@ def _built(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTGATE_HOME", str(tmp_path_factory.mktemp("home")))
         patch.delenv("QUANTGATE_NATIVE", raising=False)
-        native.library.cache_clear()
+        load_native.cache_clear()
         if native.library() is None:
             pytest.skip("no AVX-512 BF16 and VNNI, or no compiler")
         yield
-    native.library.cache_clear()
+    load_native.cache_clear()
 
 
 def random_weight(scheme: Scheme, outputs: int, inputs: int, dtype=torch.bfloat16) -> QuantizedWeight:
@@ -141,8 +142,8 @@ def test_the_kernels_use_torch_s_threads():
 def test_without_a_compiler_it_is_said_once_and_torch_serves(compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("QUANTGATE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
-    native.library.cache_clear()
-    with pytest.warns(UserWarning, match="torch's slower ones"):
+    load_native.cache_clear()
+    with pytest.warns(UserWarning, match="the slower torch path is used"):
         assert native.library() is None
     assert native.library() is None
     from quantize.kernels.choose import choose_kernel
@@ -150,12 +151,12 @@ def test_without_a_compiler_it_is_said_once_and_torch_serves(compiler, monkeypat
     weight = random_weight(Scheme(8), 64, 96)
     assert choose_kernel(weight, torch.device("cpu"), torch.bfloat16).name == "torch-int8"
     monkeypatch.undo()
-    native.library.cache_clear()
+    load_native.cache_clear()
 
 
 def test_they_can_be_turned_off(monkeypatch):
     monkeypatch.setenv("QUANTGATE_NATIVE", "0")
-    native.library.cache_clear()
+    load_native.cache_clear()
     assert native.library() is None
     monkeypatch.undo()
-    native.library.cache_clear()
+    load_native.cache_clear()

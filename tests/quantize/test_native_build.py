@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 
-from eval.engine import native_build
-from eval.engine.native_build import load_native
+from quantize import native_build
+from quantize.native_build import load_native
 
 
 @pytest.fixture(autouse=True)
