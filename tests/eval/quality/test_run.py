@@ -170,6 +170,7 @@ def test_changed_data_is_another_key(tiny_checkpoint: Path, folder: Path, tmp_pa
     ("arguments", "complaint"),
     [
         ({"tasks": ["quantgate_gramar"]}, "unknown task 'quantgate_gramar'; did you mean quantgate_grammar"),
+        ({"tasks": ["gramar"]}, "unknown task 'gramar'; did you mean quantgate_grammar"),
         ({"tasks": []}, "nothing to evaluate"),
         ({"tasks": ["wikitext2"]}, "give --data-dir"),
         ({"tasks": ["quantgate_facts"], "limit": 0}, "limit must be at least 1"),
