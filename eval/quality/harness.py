@@ -116,7 +116,8 @@ def _in_memory(manager: TaskManager, documents: TaskDocuments, limit: int | None
 def _from_lm_eval(manager: TaskManager, name: str, data_dir: Path | None) -> list[HarnessTask]:
     if name not in manager.all_tasks and not Path(name).is_file():
         own = {each.removeprefix("quantgate_"): each for each in own_task_names()}
-        known = {each: each for each in [*corpus_names(), *folder_task_names(), *manager.all_tasks, *own.values()]} | own
+        names = [*corpus_names(), *folder_task_names(), *manager.all_tasks, *own.values()]
+        known = dict(zip(names, names, strict=True)) | own
         close = list(dict.fromkeys(known[each] for each in difflib.get_close_matches(name, known, n=3)))
         hint = f"did you mean {' or '.join(close)}?" if close else f"own tasks: {', '.join(own_task_names())}"
         raise EvalError(f"unknown task {name!r}; {hint}")
