@@ -31,8 +31,10 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# DATA: a folder with wikitext2/test.txt and valid.txt; without it only the engine is measured.
 bench: $(INSTALLED)
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	$(BIN)/python benchmarks/engine_vs_transformers.py
+	$(if $(DATA),$(BIN)/python benchmarks/wikitext2_perplexity.py --data-dir $(DATA))
 
 clean:
 	rm -rf $(VENV) runs mlruns mlflow.db quantgate.db .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,7 +2,7 @@
 
 The one idea: the two sides take turns step by step. transformers calls back after each of its steps, and there the
 engine does one of its own, at the same context length; so whatever else the machine does, it does to both, and the
-ratio holds even where the absolute times say little. Run: python benchmarks/engine_vs_transformers.py CHECKPOINT
+ratio holds even where the absolute times say little. Run: python benchmarks/engine_vs_transformers.py
 """
 
 import argparse
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 
 from eval.engine import Engine, SamplingParams
 from eval.speed.machine import CpuMeter, usable_cores
+from quantgate.source import resolve_checkpoint
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -122,7 +123,7 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", nargs="?", default="smollm2-135m")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--cache", nargs="+", default=["static", "dynamic"], help="transformers' cache_implementation")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -130,8 +131,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS / "engine_vs_transformers.json")
     options = parser.parse_args()
-    engine = Engine.from_checkpoint(options.checkpoint, dtype="bfloat16")
-    model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.bfloat16).eval()
+    checkpoint = resolve_checkpoint(options.checkpoint)
+    engine = Engine.from_checkpoint(checkpoint, dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     rows = []
     for batch in options.batch:
         for cache in options.cache:
