@@ -52,7 +52,8 @@ class EngineLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Longest sequence, in tokens, context and scored part together."""
+        """The model's context: how many tokens it may be fed. A scored sequence may be one longer, since its last token
+        is only scored."""
         return self.engine.scheduler.config.max_total_tokens
 
     @property
@@ -109,7 +110,7 @@ class EngineLM(TemplateLM):
         for index, request in enumerate(requests):
             (text,) = request.args
             windows = get_rolling_token_windows(
-                self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, self.max_length - 1, 1
+                self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, self.max_length, 1
             )
             for window in map(make_disjoint_window, windows):
                 pairs.append(window)
@@ -142,12 +143,15 @@ class EngineLM(TemplateLM):
             )
         texts: list[str] = []
         for part in self._parts([(prompt, []) for prompt in prompts]):
+            indices = range(*part.indices(len(prompts)))
+            self._record(indices, [(len(prompts[index]), 0) for index in indices])
             count = self._counted("generate", len(texts), len(prompts))
             completions = self.engine.generate(prompts[part], params[part], count)
             failed = next((completion for completion in completions if completion.error), None)
             if failed is not None:
                 raise EvalError(f"generating failed: {failed.error}")
             texts += [completion.text for completion in completions]
+        self._samples += len(prompts)
         return texts
 
     # The one way to the engine
@@ -155,19 +159,22 @@ class EngineLM(TemplateLM):
     def score(self, pairs: Sequence[TokenPair], what: str) -> list[tuple[list[float], bool]]:
         """(logprob of each continuation token in nats, whether greedy decoding would write it) for each pair."""
         results: list[tuple[list[float], bool]] = [([], True)] * len(pairs)
-        version = self.engine.identity()["chat_template_digest"]
         done = 0
         for part in self._parts(pairs):
             order = _contexts_apart(pairs, range(*part.indices(len(pairs))))
             lengths = [(len(pairs[index][0]), len(pairs[index][1])) for index in order]
-            samples = [self._samples + index for index in order]
-            self.batches.append(record_batch(len(self.batches), samples, lengths, version))
+            self._record(order, lengths)
             scores = self.engine.score([pairs[index] for index in order], self._counted(what, done, len(pairs)))
             for index, scored in zip(order, scores, strict=True):
                 results[index] = (list(scored.logprobs), bool(scored.is_greedy))
             done += len(order)
         self._samples += len(pairs)
         return results
+
+    def _record(self, indices: Iterable[int], lengths: Sequence[tuple[int, int]]) -> None:
+        samples = [self._samples + index for index in indices]
+        version = self.engine.identity()["chat_template_digest"]
+        self.batches.append(record_batch(len(self.batches), samples, lengths, version))
 
     def _counted(self, what: str, before: int, total: int) -> Progress:
         """The engine's progress on one part, told as progress on the whole."""
@@ -187,13 +194,13 @@ class EngineLM(TemplateLM):
 
     def _fitted(self, context: list[int], continuation: list[int]) -> TokenPair:
         """The pair cut to the model's context from the left, as lm-eval does; at least one context token stays."""
-        excess = len(context) + len(continuation) - self.max_length
+        excess = len(context) + len(continuation) - (self.max_length + 1)
         if excess <= 0:
             return context, continuation
         self.truncated += 1
         if excess < len(context):
             return context[excess:], continuation
-        whole = (context + continuation)[-self.max_length :]
+        whole = (context + continuation)[-(self.max_length + 1) :]
         return whole[:1], whole[1:]
 
 

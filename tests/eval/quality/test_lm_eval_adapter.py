@@ -1,8 +1,11 @@
 """What lm-eval gets from the engine is what transformers gives, token for token."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from transformers import LlamaForCausalLM
 
 from eval.errors import EvalError
@@ -29,6 +32,26 @@ def test_loglikelihoods_are_those_of_transformers(tiny_lm: EngineLM, tiny_refere
         expected = _reference(tiny_reference, context_ids, continuation_ids)
         assert found[0] == pytest.approx(expected[0], abs=1e-3)
         assert found[1] == expected[1]
+
+
+def test_lm_evals_own_model_gives_the_same_numbers_and_texts(tiny_lm: EngineLM, tiny_checkpoint: Path) -> None:
+    theirs = HFLM(pretrained=str(tiny_checkpoint), device="cpu", dtype="float32", batch_size=4)
+    texts = [("The value of x is", " the list"), ("", "A class definition"), ("Lists are ", "mutable, tuples are not")]
+    for ours, other in zip(
+        tiny_lm.loglikelihood(_requests("loglikelihood", *texts)),
+        theirs.loglikelihood(_requests("loglikelihood", *texts), disable_tqdm=True),
+        strict=True,
+    ):
+        assert ours[0] == pytest.approx(other[0], abs=1e-3)
+        assert ours[1] == other[1]
+    long = ("Names refer to objects, and names are introduced by binding. " * 40,)
+    (ours_rolling,) = tiny_lm.loglikelihood_rolling(_requests("loglikelihood_rolling", long))
+    (theirs_rolling,) = theirs.loglikelihood_rolling(_requests("loglikelihood_rolling", long), disable_tqdm=True)
+    assert ours_rolling == pytest.approx(theirs_rolling, rel=1e-4)
+    asked = ("The with statement", {"until": ["\n", "the"], "max_gen_toks": 12, "do_sample": False})
+    assert tiny_lm.generate_until(_requests("generate_until", asked)) == theirs.generate_until(
+        _requests("generate_until", asked), disable_tqdm=True
+    )
 
 
 def test_the_greedy_continuation_is_recognised(tiny_lm: EngineLM, tiny_reference: LlamaForCausalLM) -> None:
@@ -59,7 +82,7 @@ def test_a_long_prompt_loses_its_left_part_and_is_counted(tiny_lm: EngineLM) -> 
     long = "word " * 600
     ((found, _),) = tiny_lm.loglikelihood(_requests("loglikelihood", (long, " end")))
     context, continuation = tiny_lm._encode_pair(long, " end")
-    kept = context[-(tiny_lm.max_length - len(continuation)) :]
+    kept = context[-(tiny_lm.max_length + 1 - len(continuation)) :]
     ((expected, _),) = tiny_lm.score([(kept, continuation)], "test")
     assert found == pytest.approx(sum(expected), abs=1e-4)
     assert tiny_lm.truncated == 1
