@@ -19,7 +19,7 @@ from eval.engine.request import Request
 from eval.engine.scheduler import StepPlan
 from eval.errors import EvalError
 
-PROBE_TOKENS = 4
+PROBE_TOKENS = 8
 PROBE_BOUND = 0.1
 
 
@@ -42,19 +42,23 @@ def probe_geometry(model: PreTrainedModel) -> KVGeometry:
     except (ValueError, KeyError) as error:
         raise EvalError(f"{name}: its attention cannot be replaced through AttentionInterface ({error})") from error
     geometry = _geometry_of(calls, name, config)
-    # A mask or bias that the interface does not show would make the whole difference; rounding makes a hundredth.
-    if (logits - expected).norm() > PROBE_BOUND * expected.norm():
+    # A mask or bias that the interface does not show changes every token after the first. Rounding changes a hundredth
+    # of most, and now and then all of one that the model has hardly been trained on.
+    errors = (logits - expected).norm(dim=1) / expected.norm(dim=1)
+    if errors[1:].median() > PROBE_BOUND:
         raise EvalError(f"{name}: its attention is more than causal softmax attention; the engine cannot run it")
     return geometry
 
 
 def _probe_logits(model: PreTrainedModel, implementation: str) -> torch.Tensor:
-    """float32 logits [tokens, vocabulary] of a few tokens, through an attention implementation that then stays."""
+    """float32 logits [tokens, vocabulary] of a few tokens, through an attention implementation that then stays. The
+    tokens lie spread over the vocabulary: its first ones are often special, and bf16 noise then swamps their logits."""
     model.set_attn_implementation(implementation)
     vocab_size = model.config.get_text_config().vocab_size
     positions = torch.arange(PROBE_TOKENS, device=model.device)[None]
     with torch.inference_mode():
-        output = model(input_ids=(positions + 1) % vocab_size, position_ids=positions, use_cache=False)
+        ids = (positions + 1) * vocab_size // (PROBE_TOKENS + 1)
+        output = model(input_ids=ids, position_ids=positions, use_cache=False)
     return output.logits[0].float()
 
 
