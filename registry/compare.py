@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import EvalError
-from eval.quality.paired import Flip, TaskComparison, compare_tasks, flips
+from eval.quality.paired import Flip, TaskComparison, compare_tasks, flips, same_protocol
 from eval.quality.samples import read_samples
 from registry.errors import RegistryError
 from registry.json_files import write_json
@@ -156,6 +156,10 @@ def _findings(baseline: VariantRecord, candidate: VariantRecord) -> list[Check]:
                 findings.append(
                     _finding(f"integrity.{name}", True, f"{variant.name}: integrity check {name}: {result}")
                 )
+    protocols = [(variant.quality or {}).get("protocol") or {} for variant in (baseline, candidate)]
+    for name, result in same_protocol(protocols[0], protocols[1]).items():
+        if result != "pass":
+            findings.append(_finding(f"protocol.{name}", True, f"{candidate.name}: not measured alike: {result}"))
     for name, result in ((candidate.speed or {}).get("validity") or {}).items():
         if str(result) != "pass":
             doubt = f"{candidate.name}: speed validity {name}: {result}"

@@ -85,16 +85,6 @@ def text_protocol(model: EngineLM, chat_template: bool) -> dict[str, Any]:
     }
 
 
-def same_protocol(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, str]:
-    """Each part of the two protocols: "pass" where equal, else "fail: ..." with both values."""
-    return {
-        name: "pass"
-        if baseline.get(name) == candidate.get(name)
-        else f"fail: {name} is {baseline.get(name)!r} for the baseline and {candidate.get(name)!r} for the candidate"
-        for name in sorted({*baseline, *candidate})
-    }
-
-
 def _halves(token_ids: list[int]) -> TokenPair:
     middle = max(1, len(token_ids) // 3)
     return token_ids[:middle], token_ids[middle:]

@@ -9,9 +9,9 @@ accuracy can hide changed answers (arXiv 2407.09141), so flips are counted both 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy.stats import norm
@@ -143,6 +143,16 @@ def flips(baseline_samples: Sequence[Sample], candidate_samples: Sequence[Sample
 
 
 _Pairs = list[tuple[Sample, Sample]]
+
+
+def same_protocol(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, str]:
+    """Each part of the two protocols: "pass" where equal, else "fail: ..." with both values."""
+    return {
+        name: "pass"
+        if baseline.get(name) == candidate.get(name)
+        else f"fail: {name} is {baseline.get(name)!r} for the baseline and {candidate.get(name)!r} for the candidate"
+        for name in sorted({*baseline, *candidate})
+    }
 
 
 def _paired(baseline: Sequence[Sample], candidate: Sequence[Sample]) -> dict[tuple[str, str], _Pairs]:

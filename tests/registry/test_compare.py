@@ -70,14 +70,22 @@ def test_speed_of_other_weights_is_refused(pair: tuple[Path, Path]) -> None:
         compare(baseline, candidate, POLICY, None)
 
 
-def test_a_failed_integrity_check_forbids_a_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"integrity": {"future_leak": "fail: token 3 sees token 4"}}, "token 3 sees token 4"),
+        ({"protocol": {"stop_ids": [7]}}, "stop_ids is"),
+    ],
+    ids=["a failed integrity check", "another protocol"],
+)
+def test_a_broken_harness_forbids_a_pass(tmp_path: Path, broken: dict[str, object], said: str) -> None:
     folder = write_campaign(tmp_path, per_task=50, variants={"int8": VARIANTS["int8"]})
     baseline, candidate = folder / "variants" / "baseline", folder / "variants" / "int8"
-    rewrite(candidate / "quality" / "quality.json", integrity={"future_leak": "fail: token 3 sees token 4"})
+    rewrite(candidate / "quality" / "quality.json", **broken)
     policy = Policy(rules=(Rule(metric="memory.weights_bytes", max_ratio=0.9),))
     document = compare(baseline, candidate, policy, None)
     assert document["verdict"] == "inconclusive"
-    assert "token 3 sees token 4" in document["reasons"][0]
+    assert said in document["reasons"][0]
 
 
 def test_without_speed_the_speed_limits_are_nodata(pair: tuple[Path, Path]) -> None:

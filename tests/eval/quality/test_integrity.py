@@ -7,6 +7,7 @@ import pytest
 
 from eval.quality import integrity
 from eval.quality.lm_eval_adapter import EngineLM
+from eval.quality.paired import same_protocol
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def test_a_template_that_drops_the_message_is_found(tiny_lm: EngineLM) -> None:
 def test_protocols_are_compared_part_by_part(tiny_lm: EngineLM) -> None:
     protocol = integrity.text_protocol(tiny_lm, chat_template=False)
     other = {**protocol, "chat_template_applied": True}
-    assert set(integrity.same_protocol(protocol, protocol).values()) == {"pass"}
-    found = integrity.same_protocol(protocol, other)
+    assert set(same_protocol(protocol, protocol).values()) == {"pass"}
+    found = same_protocol(protocol, other)
     assert [name for name, outcome in found.items() if outcome != "pass"] == ["chat_template_applied"]
 
 
