@@ -27,6 +27,9 @@ BOOTSTRAP_SEED = 20240711
 # Half-width in nats of an interval from a single source: it must clear no margin, and stay finite in JSON.
 _NO_INFORMATION = 20.0
 
+# The one perplexity that is reported as the mean itself, and not as its exponential.
+BITS = "bits_per_byte"
+
 Outcome = Literal["pass", "fail", "inconclusive"]
 
 
@@ -34,9 +37,10 @@ Outcome = Literal["pass", "fail", "inconclusive"]
 class TaskComparison:
     """One metric of one task, candidate against baseline, on the same samples.
 
-    `kind` "accuracy" (any score where higher is better): `baseline`, `candidate` are means, `delta` = candidate -
-    baseline. `kind` "perplexity" (lower is better): they are perplexities and `delta` is the relative change, ratio - 1
-    (+0.02 = 2 % worse). In both, 0 means equal and [`low`, `high`] is the two-sided interval of `delta`.
+    `kind` "accuracy" (any score): `baseline`, `candidate` are means, `delta` = candidate - baseline; whether more is
+    better is the task's to say (`higher_is_better`). `kind` "perplexity" (lower is better): they are perplexities, or
+    bits per byte, and `delta` is the relative change, ratio - 1 (+0.02 = 2 % worse). In both, 0 means equal and [`low`,
+    `high`] is the two-sided interval of `delta`.
     `gained` and `lost` count samples that the candidate does better or worse on. `mcnemar_p` is the exact test on those
     two (accuracies of 0 and 1 only), `mcnemar_p_holm` its value adjusted over the family of tasks compared together.
     `mde`: the smallest true |delta| that this many samples find with 80 % power. `spread`: standard deviation of one
@@ -61,15 +65,17 @@ class TaskComparison:
     spread: float
     design_effect: float
     interval: str
+    higher_is_better: bool = True
 
     @property
     def ratio(self) -> float:
-        """Candidate / baseline perplexity (of a perplexity comparison)."""
+        """Candidate / baseline (of a perplexity comparison)."""
         return 1.0 + self.delta
 
     def samples_needed(self, margin: float, power: float = 0.8) -> int:
         """Samples at which a truly equal candidate clears `margin` (same unit as `delta`) with probability `power`."""
-        effect = math.log1p(margin) if self.kind == "perplexity" and margin > 0 else margin
+        logarithmic = self.kind == "perplexity" and self.metric != BITS and margin > 0
+        effect = math.log1p(margin) if logarithmic else margin
         return proportions.samples_needed(effect, self.spread, self.confidence, power)
 
 
@@ -97,7 +103,7 @@ def non_inferiority(comparison: TaskComparison, margin: float) -> Outcome:
     if margin <= 0:
         raise EvalError(f"{comparison.task}: a non-inferiority margin must be positive, not {margin}")
     better_low, better_high = (
-        (comparison.low, comparison.high) if comparison.kind == "accuracy" else (-comparison.high, -comparison.low)
+        (comparison.low, comparison.high) if comparison.higher_is_better else (-comparison.high, -comparison.low)
     )
     if better_low > -margin:
         return "pass"
@@ -129,7 +135,7 @@ def flips(baseline_samples: Sequence[Sample], candidate_samples: Sequence[Sample
             task=before.task,
             metric=before.metric,
             doc_id=before.doc_id,
-            direction="gained" if after.score > before.score else "lost",
+            direction="gained" if (after.score > before.score) == before.higher_is_better else "lost",
             prompt=before.prompt,
             target=before.target,
             baseline_answer=before.answer,
@@ -195,18 +201,27 @@ def _compare_accuracy(task: str, metric: str, pairs: _Pairs, confidence: float) 
     difference = after - before
     sources = [sample.source for sample, _ in pairs]
     effect = proportions.design_effect(list(difference), sources)
-    count, gained, lost = len(pairs), int((difference > 0).sum()), int((difference < 0).sum())
+    effect *= proportions.few_sources_effect(sources, confidence)
+    count, raised, lowered = len(pairs), int((difference > 0).sum()), int((difference < 0).sum())
     binary = bool(np.isin(before, (0.0, 1.0)).all() and np.isin(after, (0.0, 1.0)).all())
-    if binary:
-        low, high = proportions.tango_interval(gained / effect, lost / effect, count / effect, confidence)
-        interval = "Tango 1998 score" if effect == 1.0 else "Tango 1998 score, Rao-Scott design effect"
-        # Laplace's rule: no disagreement among n samples still leaves about 1/n possible.
-        variance = (gained + lost + 1) / (count + 2)
-    else:
-        low, high = _bootstrap_mean(difference, np.ones(count), sources, confidence)
-        interval = "paired bootstrap over sources"
-        variance = float(difference.var())
-    spread = math.sqrt(variance * effect)
+    low, high = proportions.tango_interval(raised / effect, lowered / effect, count / effect, confidence)
+    # Laplace's rule: no disagreement among n samples still leaves about 1/n possible.
+    variance = (raised + lowered + 1) / (count + 2)
+    interval = "Tango 1998 score" if effect == 1.0 else "Tango 1998 score, Rao-Scott design effect"
+    if not binary:
+        # Where few scores changed, what was drawn knows too little of what may change: at least as wide as the signs
+        # of the changes would have it, times their size.
+        size = _size_of_changes(before, after)
+        signs = (raised - lowered) / count
+        drawn = _bootstrap_mean(difference, np.ones(count), sources, confidence)
+        mean = float(difference.mean())
+        low = max(min(drawn[0], mean + size * (low - signs)), -_NO_INFORMATION)
+        high = min(max(drawn[1], mean + size * (high - signs)), _NO_INFORMATION)
+        variance *= size**2
+        interval = "paired bootstrap over sources, at least Tango's for the signs of the changes"
+    spread = math.sqrt(variance * effect) if math.isfinite(effect) else _NO_INFORMATION
+    higher_is_better = pairs[0][0].higher_is_better
+    gained, lost = (raised, lowered) if higher_is_better else (lowered, raised)
     return TaskComparison(
         task=task,
         metric=metric,
@@ -224,9 +239,20 @@ def _compare_accuracy(task: str, metric: str, pairs: _Pairs, confidence: float) 
         mcnemar_p_holm=None,
         mde=proportions.minimum_detectable_effect(count, spread, confidence),
         spread=spread,
-        design_effect=effect,
+        design_effect=min(effect, float(count)),
         interval=interval,
+        higher_is_better=higher_is_better,
     )
+
+
+def _size_of_changes(before: np.ndarray, after: np.ndarray) -> float:
+    """Root mean square of the differences that are not zero; where all are, the largest that these scores allow."""
+    difference = after - before
+    changed = difference[difference != 0]
+    if len(changed):
+        return float(np.sqrt((changed**2).mean()))
+    scores = np.concatenate([before, after])
+    return max(1.0, float(scores.max() - scores.min()))
 
 
 def _compare_perplexity(task: str, metric: str, pairs: _Pairs, confidence: float) -> TaskComparison:
@@ -235,30 +261,39 @@ def _compare_perplexity(task: str, metric: str, pairs: _Pairs, confidence: float
     units = np.array([sample.tokens for sample, _ in pairs], dtype=np.float64)
     difference = after - before
     sources = [sample.source for sample, _ in pairs]
+    shown = math.exp if metric != BITS else lambda nats: nats / math.log(2)
+    relative = math.expm1 if metric != BITS else float
+    if metric == BITS:
+        # A ratio of means: the relative differences, weighted by what they are relative to.
+        units, difference = units * before, difference / before
     low, high = _bootstrap_mean(difference, units, sources, confidence)
-    log_ratio = float(np.average(difference, weights=units))
-    effect = proportions.design_effect(list(units * (difference - log_ratio)), sources)
-    variance = float(np.average((difference - log_ratio) ** 2, weights=units))
-    spread = math.sqrt(variance * effect) if len(pairs) > 1 else _NO_INFORMATION
+    change = float(np.average(difference, weights=units))
+    effect = proportions.design_effect(list(units * (difference - change)), sources)
+    effect *= proportions.few_sources_effect(sources, confidence)
+    variance = float(np.average((difference - change) ** 2, weights=units))
+    known = len(pairs) > 1 and math.isfinite(effect)
+    spread = math.sqrt(variance * effect) if known else _NO_INFORMATION
+    tokens = [sample.tokens for sample, _ in pairs]
     return TaskComparison(
         task=task,
         metric=metric,
         kind="perplexity",
         samples=len(pairs),
-        baseline=math.exp(float(np.average(before, weights=units))),
-        candidate=math.exp(float(np.average(after, weights=units))),
-        delta=math.expm1(log_ratio),
-        low=math.expm1(low),
-        high=math.expm1(high),
+        baseline=shown(float(np.average(before, weights=tokens))),
+        candidate=shown(float(np.average(after, weights=tokens))),
+        delta=relative(change),
+        low=relative(low),
+        high=relative(high),
         confidence=confidence,
         gained=int((difference < 0).sum()),
         lost=int((difference > 0).sum()),
         mcnemar_p=None,
         mcnemar_p_holm=None,
-        mde=math.expm1(proportions.minimum_detectable_effect(len(pairs), spread, confidence)),
+        mde=relative(proportions.minimum_detectable_effect(len(pairs), spread, confidence)),
         spread=spread,
-        design_effect=effect,
+        design_effect=min(effect, float(len(pairs))),
         interval="paired bootstrap over windows",
+        higher_is_better=False,
     )
 
 

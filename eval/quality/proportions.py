@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import binomtest, norm
+from scipy.stats import t as student_t
 
 
 def mcnemar_exact(gained: int, lost: int) -> float:
@@ -46,9 +47,11 @@ def tango_interval(gained: float, lost: float, samples: float, confidence: float
 
     Why this one: it keeps its coverage where a Wald or bootstrap interval collapses, at few or no disagreements (the
     usual case for a good quantizer: with 0 of 400 changed the bootstrap says [0, 0], Tango [-0.95 %, 0.95 %]), and it
-    is the inversion of the score test whose null at 0 is McNemar's. Counts may be fractions: `clustered` divides them
-    by a design effect.
+    is the inversion of the score test whose null at 0 is McNemar's. Counts may be fractions, divided by a design effect;
+    no samples at all (an infinite one) leave the widest interval.
     """
+    if samples == 0:
+        return -1.0, 1.0
     z = float(norm.ppf(0.5 + confidence / 2))
     estimate = (gained - lost) / samples
     edge = 1 - 1e-12
@@ -76,6 +79,20 @@ def design_effect(differences: Sequence[float], sources: Sequence[str]) -> float
     _, cluster = np.unique(np.asarray(sources), return_inverse=True)
     sums = np.bincount(cluster, weights=centred)
     return max(1.0, float((sums**2).sum()) / independent)
+
+
+def few_sources_effect(sources: Sequence[str], confidence: float) -> float:
+    """By how much more counts must shrink because the design effect was itself estimated, from few sources: the interval
+    that follows is as wide as one by Student's t with sources - 1 degrees of freedom and the small-sample variance
+    n / (n - 1). 1.0 when every source is its own sample, infinite when all samples share one: they decide nothing.
+    """
+    count = len(set(sources))
+    if count == len(sources):
+        return 1.0
+    if count == 1:
+        return math.inf
+    tail = 0.5 + confidence / 2
+    return float(student_t.ppf(tail, count - 1) / norm.ppf(tail)) ** 2 * count / (count - 1)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -7,7 +7,7 @@ that a flip can be shown as text.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,14 @@ class TaskResult:
 
 
 def samples_of(
-    task: str, logged: Sequence[Mapping[str, Any]], delimiter: str, scored_tokens: Mapping[tuple[str, str], int]
+    task: str,
+    logged: Sequence[Mapping[str, Any]],
+    delimiter: str,
+    scored_tokens: Mapping[tuple[str, str], int],
+    lower_is_better: Collection[str] = (),
 ) -> list[Sample]:
     """Our records of one task's logged samples, one per metric and filter; metrics without a number per sample (such as
-    corpus BLEU) have none."""
+    corpus BLEU) have none. `lower_is_better`: the metrics of which the task says so."""
     records = []
     for sample in logged:
         for metric in sample["metrics"]:
@@ -61,6 +65,7 @@ def samples_of(
                     logprobs=logprobs,
                     source=str(sample["doc"].get("source") or sample["doc_hash"]),
                     tokens=units if units is not None else tokens,
+                    higher_is_better=not (metric in lower_is_better or metric in PERPLEXITY_METRICS),
                 )
             )
     return records
@@ -87,7 +92,7 @@ def result_of(samples: Sequence[Sample], chance: float | None) -> TaskResult:
         value=value,
         stderr=error,
         samples=len(samples),
-        higher_is_better=not is_perplexity,
+        higher_is_better=first.higher_is_better and not is_perplexity,
         chance=chance,
     )
 

@@ -168,7 +168,8 @@ def _score_tasks(
     samples: list[Sample] = []
     for each in tasks:
         delimiter = str(results["configs"][each.name].get("target_delimiter", " "))
-        samples += samples_of(each.name, results["samples"][each.name], delimiter, model.scored_tokens)
+        lower = [metric for metric, higher in each.task.higher_is_better().items() if higher is False]
+        samples += samples_of(each.name, results["samples"][each.name], delimiter, model.scored_tokens, lower)
     return samples, {each.name: each.chance for each in tasks}
 
 

@@ -33,6 +33,7 @@ _SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.float64())),
         ("source", pa.string()),
         ("tokens", pa.int64()),
+        ("higher_is_better", pa.bool_()),
     ]
 )
 
@@ -45,7 +46,8 @@ class Sample:
     negative log-likelihood, in nats, per unit. `tokens`: units scored (tokens; words or bytes where the metric says
     so; 1 for a perplexity per sample). `logprobs`: one log-likelihood in nats per choice, or of the one target;
     empty where text was generated. `source`: documents cut from one text, or questions about one fact, share it, and
-    are resampled together.
+    are resampled together. `higher_is_better`: what the task says of this score; never of those in
+    `PERPLEXITY_METRICS`.
     """
 
     task: str
@@ -61,6 +63,7 @@ class Sample:
     logprobs: tuple[float, ...]
     source: str
     tokens: int
+    higher_is_better: bool = True
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
