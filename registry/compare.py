@@ -108,7 +108,7 @@ def _of_task(task: TaskComparison) -> Measurement:
         task.baseline,
         delta=interval,
         ratio=ratio,
-        higher_is_better=task.kind == "accuracy",
+        higher_is_better=task.higher_is_better,
         samples=task.samples,
         samples_needed=task.samples_needed,
     )
