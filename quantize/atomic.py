@@ -68,19 +68,29 @@ def lock_directory(partial: Path, out: Path, error: type[Exception]) -> int:
         partial.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(partial, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as failure:
-            if failure.errno not in NO_LOCKS_HERE:
-                os.close(descriptor)
-                if failure.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise error(
-                        f"{out}: another process is writing it now; wait for it or choose another folder"
-                    ) from None
-                raise
+            locked = lock_folder(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        if not locked:
+            os.close(descriptor)
+            raise error(f"{out}: another process is writing it now; wait for it or choose another folder")
         # The folder may have been renamed away between opening and locking it: then this lock guards nothing.
         if partial.exists() and os.path.samestat(os.fstat(descriptor), os.stat(partial)):
             return descriptor
         os.close(descriptor)
+
+
+def lock_folder(descriptor: int) -> bool:
+    """Locks an open folder until the descriptor is closed or the process ends; False when another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as failure:
+        if failure.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        if failure.errno not in NO_LOCKS_HERE:
+            raise
+    return True
 
 
 def empty_directory(folder: Path) -> None:

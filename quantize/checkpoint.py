@@ -31,6 +31,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,23 @@ class Checkpoint:
         template = self.chat_template()
         return None if template is None else hashlib.sha256(template.encode()).hexdigest()
 
+    def generation_settings(self) -> dict[str, Any]:
+        """What generation_config.json says, the ids that end a text among it; empty without one."""
+        file = self.path / GENERATION_CONFIG
+        return read_json(file, "broken generation settings") if file.is_file() else {}
+
+    def content_digest(self) -> str:
+        """sha256 over all that decides what the model answers: weights, config, tokenizer, chat template, generation
+        settings. A result measured on one folder holds for every folder with the same digest, and for no other."""
+        content = {
+            "weights": self.weights_digest(),
+            "config": {name: value for name, value in self.config.items() if not name.startswith("_")},
+            "tokenizer": self.tokenizer_digest(),
+            "chat_template": self.chat_template_digest(),
+            "generation": self.generation_settings(),
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
     def bytes(self) -> int:
         """Size of the weight files on disk."""
         return sum(file.stat().st_size for file in set(self.files.values()))
@@ -157,6 +175,9 @@ def index_of(path: Path) -> dict[str, str]:
     weight_map = read_json(path / INDEX, "broken index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise QuantizeError(f"{path / INDEX}: has no weight_map; fetch the checkpoint again")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise QuantizeError(f"{path / INDEX}: names {file!r}, which is no file of this folder; fetch it again")
     return weight_map
 
 

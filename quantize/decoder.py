@@ -48,9 +48,9 @@ def open_decoder(checkpoint: Checkpoint) -> Decoder:
     """The model of a checkpoint, on the meta device. Raises QuantizeError for one whose code, structure or tensors do
     not fit."""
     try:
-        config = AutoConfig.from_pretrained(checkpoint.path)
+        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=weights_dtype(checkpoint))
+            model = AutoModelForCausalLM.from_config(config, dtype=weights_dtype(checkpoint), trust_remote_code=False)
     except (ValueError, KeyError, OSError, ImportError, AttributeError, TypeError, RuntimeError) as failure:
         raise QuantizeError(
             f"{checkpoint.path}: transformers cannot build this model ({one_line(failure)[:300]})"

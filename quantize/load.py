@@ -104,7 +104,7 @@ class _Tensors:
 
 def _build_on_meta(opened: Checkpoint, dtype: torch.dtype | None) -> PreTrainedModel:
     try:
-        config = AutoConfig.from_pretrained(opened.path)
+        config = AutoConfig.from_pretrained(opened.path, trust_remote_code=False)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         if any(name.startswith("lm_head.weight_") for name in opened.files):
@@ -112,7 +112,7 @@ def _build_on_meta(opened: Checkpoint, dtype: torch.dtype | None) -> PreTrainedM
             config.tie_word_embeddings = False
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype or config.dtype or torch.float32
+                config, dtype=dtype or config.dtype or torch.float32, trust_remote_code=False
             )
     except Exception as failure:
         # transformers raises what comes up in the architecture's own code: KeyError, TypeError, ImportError, ...
@@ -207,7 +207,7 @@ def _load_through_transformers(opened: Checkpoint, device: torch.device, dtype: 
     try:
         with _silent_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype or "auto", output_loading_info=True, use_safetensors=True
+                path, dtype=dtype or "auto", output_loading_info=True, use_safetensors=True, trust_remote_code=False
             )
     except Exception as failure:
         # Any of a dozen quantizers may raise anything here; the user needs its message, not its stack.

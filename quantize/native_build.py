@@ -16,6 +16,8 @@ import warnings
 from functools import cache
 from pathlib import Path
 
+from quantize.home import home
+
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 
 
@@ -25,7 +27,7 @@ def load_native(source: Path) -> ctypes.CDLL | None:
     off."""
     if os.environ.get("QUANTGATE_NATIVE") == "0":
         return None
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    compiler = native_compiler()
     if compiler is None:
         warnings.warn("no C++ compiler: the slower torch path is used; install g++ for the native one", stacklevel=2)
         return None
@@ -40,11 +42,18 @@ def load_native(source: Path) -> ctypes.CDLL | None:
         return None
 
 
+def native_compiler() -> str | None:
+    """The compiler that native code is built with. None: there is none, or `QUANTGATE_NATIVE=0` turns native code off;
+    then other kernels run, with other times and roundings, so it belongs to what a result depends on."""
+    if os.environ.get("QUANTGATE_NATIVE") == "0":
+        return None
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+
+
 def _build(source: Path, compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     key = "\0".join([source.read_text(), version, *FLAGS, platform.machine(), _instruction_sets()])
-    home = Path(os.environ.get("QUANTGATE_HOME", Path.home() / ".cache" / "quantgate")).expanduser()
-    folder = home / "kernels"
+    folder = home() / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     with (folder / f"{library.name}.lock").open("w") as lock:

@@ -82,8 +82,9 @@ def quantize_checkpoint(
     run again when OUT holds the result of the same work, it does nothing.
 
     calibration: a JSONL file; default the text shipped with the package. device: where the layers are computed, default
-    CUDA when there is one. replace: the result of other work in OUT gives way at the end; otherwise it is an error.
-    Raises QuantizeError, one line, for everything that the user can set right.
+    CUDA when there is one. replace: the result of other work in OUT gives way at the end; otherwise it is an error, and
+    so is always a folder that no run of this function made. Raises QuantizeError, one line, for everything that the
+    user can set right.
     """
     begin = time.perf_counter()
     tell = progress or silent
@@ -99,6 +100,7 @@ def quantize_checkpoint(
     finished = finished_before(Path(out), identity)
     if finished is not None:
         return finished
+    replace = replace and (Path(out) / MANIFEST).is_file()
     with atomic_directory(Path(out), resumable=True, replace=replace) as folder:
         work = Work(checkpoint, decoder, recipe, targets, text, folder, place)
         journal = Journal.resume(folder, identity)
@@ -119,7 +121,7 @@ def quantize_checkpoint(
 
 def calibrate(checkpoint: Checkpoint, recipe: Recipe, file: Path | None) -> Calibration:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
     except Exception as failure:
         raise QuantizeError(f"{checkpoint.path}: its tokenizer does not load ({one_line(failure)[:200]})") from None
     text = load_calibration(file, tokenizer, recipe.samples, recipe.sequence_length)
@@ -135,6 +137,7 @@ def finished_before(out: Path, identity: str) -> Manifest | None:
         return None
     try:
         manifest = Manifest.read(out)
+        Checkpoint.open(out)
     except QuantizeError:
         return None
     return manifest if manifest.fingerprint == identity else None
@@ -148,6 +151,7 @@ def fingerprint(
         "revision": REVISION,
         "source": source_digest,
         "tokenizer": (checkpoint.tokenizer_digest(), checkpoint.chat_template_digest()),
+        "generation": checkpoint.generation_settings(),
         "config": checkpoint.config,
         "recipe": recipe.to_mapping(),
         "calibration": calibration.digest if calibration else None,
@@ -311,7 +315,7 @@ def finish_checkpoint(work: Work, journal: Journal, source_digest: str, identity
     folder, checkpoint, targets = work.folder, work.checkpoint, work.targets
     modules = tuple(record for entry in journal.entries for record in entry.modules)
     weight_map = {name: entry.file for entry in journal.entries for name in entry.tensors}
-    packed = [record for record in modules if packed_names(record.name) & weight_map.keys()]
+    packed = [record for record in modules if f"{record.name}.weight_scale" in weight_map]
     if len(packed) != len(targets.schemes):
         raise QuantizeError(
             f"{folder}: {len(packed)} of {len(targets.schemes)} modules were packed; this is a bug, report it"
@@ -352,10 +356,6 @@ def finish_checkpoint(work: Work, journal: Journal, source_digest: str, identity
     )
     manifest.write(folder)
     return manifest
-
-
-def packed_names(module: str) -> set[str]:
-    return {f"{module}.weight_packed", f"{module}.weight"}
 
 
 def copy_companions(source: Path, folder: Path) -> None:

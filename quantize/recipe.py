@@ -1,11 +1,9 @@
-"""How to quantize, as a value: read from a mapping (a YAML file, the command line), checked once, and hashed.
+"""How to quantize, as a value: read from a mapping (a YAML file, the command line), checked once.
 
 Everything that changes the resulting bytes is in here, so that two equal recipes on equal inputs give equal
 checkpoints.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
@@ -98,9 +96,6 @@ class Recipe:
             for override in self.overrides
         }
         return mapping
-
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=False).encode()).hexdigest()
 
     @property
     def is_calibrated(self) -> bool:

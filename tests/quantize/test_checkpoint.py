@@ -37,6 +37,24 @@ def test_one_changed_weight_changes_the_digest(spelling_llama, copied):
     assert Checkpoint.open(copied).weights_digest() != Checkpoint.open(spelling_llama).weights_digest()
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_whatever_decides_the_answers_is_in_the_content_digest(spelling_llama, copied, file):
+    before = Checkpoint.open(copied).content_digest()
+    assert before == Checkpoint.open(spelling_llama).content_digest()
+    settings = json.loads((copied / file).read_text()) if (copied / file).is_file() else {}
+    (copied / file).write_text(json.dumps(settings | {"eos_token_id": 7}))
+    assert Checkpoint.open(copied).content_digest() != before
+
+
+def test_an_index_that_leads_out_of_the_folder_is_refused(copied, tmp_path):
+    (copied / "model.safetensors").rename(tmp_path / "model.safetensors")
+    names = load_file(tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "../model.safetensors")}
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(QuantizeError, match="no file of this folder"):
+        Checkpoint.open(copied)
+
+
 def test_the_chat_template_has_a_digest_of_its_own(spelling_llama, copied):
     before = Checkpoint.open(spelling_llama)
     (copied / "chat_template.jinja").write_text("{{ messages }}")

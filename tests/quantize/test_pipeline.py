@@ -386,6 +386,20 @@ def test_the_same_work_is_not_done_twice_and_other_work_does_not_overwrite_it(re
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_result_that_lost_a_shard_is_made_again(results, spelling_llama, tmp_path):
+    out = shutil.copytree(results["int8"], tmp_path / "out")
+    next(out.glob("model-*.safetensors")).unlink()
+    quantize_checkpoint(spelling_llama, recipe_of("int8"), out, replace=True)
+    assert contents(out) == contents(results["int8"])
+
+
+def test_what_is_no_result_is_never_replaced(spelling_llama, tmp_path):
+    own = shutil.copytree(spelling_llama, tmp_path / "out")
+    with pytest.raises(QuantizeError, match="exists already"):
+        quantize_checkpoint(spelling_llama, recipe_of("int8"), own, replace=True)
+    assert contents(own) == contents(spelling_llama)
+
+
 def test_another_process_at_work_on_the_same_result_is_respected(spelling_llama, tmp_path):
     with atomic_directory(tmp_path / "out"), pytest.raises(QuantizeError, match="another process is writing it"):
         quantize_checkpoint(spelling_llama, recipe_of("int8"), tmp_path / "out")

@@ -50,13 +50,12 @@ def test_a_recipe_survives_the_way_through_a_mapping(method, group_size, symmetr
     )
     again = Recipe.from_mapping(recipe.to_mapping())
     assert again == recipe
-    assert again.digest() == recipe.digest()
 
 
-def test_the_order_of_overrides_counts_in_the_digest():
+def test_the_order_of_overrides_counts():
     first = Recipe.from_mapping({"method": "int4", "overrides": {"a*": {"bits": 8}, "*": {"skip": True}}})
     second = Recipe.from_mapping({"method": "int4", "overrides": {"*": {"skip": True}, "a*": {"bits": 8}}})
-    assert first.digest() != second.digest()
+    assert list(first.to_mapping()["overrides"]) != list(second.to_mapping()["overrides"])
     assert not first.skips("abc")
     assert second.skips("abc")
 
