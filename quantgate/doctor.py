@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 FREE_DISK_BYTES = 5 * GIB
-QUIET_CORES = 0.15
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything that decides how quantgate will run here; takes some seconds, since bandwidth is measured."""
-    from eval.speed.machine import describe_machine
+    from eval.speed.machine import QUIET_CORES, describe_machine
 
     machine = describe_machine()
     sets = set(machine.instruction_sets)
@@ -41,8 +40,8 @@ def examine() -> list[Finding]:
         Finding("processor", f"{machine.cpu}, {machine.usable_cores} of {machine.logical_cores} cores usable"),
         _instruction_sets(sets),
         Finding("memory", f"{machine.available_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB free"),
-        _bandwidth(machine.read_bandwidth),
-        _quietness(machine.foreign_cores),
+        _bandwidth(machine.read_bandwidth, machine.read_bandwidth.foreign_cores < QUIET_CORES),
+        _quietness(machine.foreign_cores, machine.foreign_cores < QUIET_CORES),
         _gpu([f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in machine.gpus]),
         _compiler(machine.compiler),
         *_kernels(),
@@ -60,17 +59,17 @@ def _instruction_sets(sets: set[str]) -> Finding:
     )
 
 
-def _bandwidth(measured: ReadBandwidth) -> Finding:
+def _bandwidth(measured: ReadBandwidth, quiet: bool) -> Finding:
     all_threads, one_thread = measured.all_threads / 1e9, measured.one_thread / 1e9
     found = f"{all_threads:.1f} GB/s with all threads, {one_thread:.1f} with one (measured)"
-    if measured.foreign_cores < QUIET_CORES:
+    if quiet:
         return Finding("read bandwidth", found)
     return Finding("read bandwidth", found, False, "measured while other programs ran: close them, run it again")
 
 
-def _quietness(foreign_cores: float) -> Finding:
+def _quietness(foreign_cores: float, quiet: bool) -> Finding:
     found = f"{foreign_cores:.2f} cores busy with other programs"
-    if foreign_cores < QUIET_CORES:
+    if quiet:
         return Finding("quietness", found)
     return Finding("quietness", found, False, "close other programs before you measure speed")
 

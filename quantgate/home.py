@@ -1,15 +1,10 @@
-"""Where quantgate keeps what it can make again: fetched models, results of checkpoints measured by hand.
+"""What the front door keeps in the cache folder: fetched models, results of checkpoints measured by hand."""
 
-One folder, `$QUANTGATE_HOME` or `~/.cache/quantgate`; deleting it loses time and nothing else.
-"""
-
-import os
 from pathlib import Path
 
+from quantize.home import home
 
-def home() -> Path:
-    """The cache folder; it need not exist yet."""
-    return Path(os.environ.get("QUANTGATE_HOME", Path.home() / ".cache" / "quantgate")).expanduser()
+__all__ = ["home", "models", "results"]
 
 
 def models() -> Path:
@@ -18,5 +13,5 @@ def models() -> Path:
 
 
 def results() -> Path:
-    """Quality and speed results of checkpoints given by path, one folder per weights digest."""
+    """Quality and speed results of checkpoints given by path, one folder per content digest."""
     return home() / "results"

@@ -6,12 +6,11 @@
 
 The one idea: every stage's output carries the digest of its inputs, so a stage looks at what stands in its place and
 does nothing when it is the same work. That makes a second run quick and lets a killed one go on, with no state besides
-the results. The baseline is measured against itself too: that is the noise floor of the speed ratios.
+the results. What a variant left behind that the file no longer names stays on disk, unread: nothing of a user's is
+deleted. The baseline is measured against itself too: that is the noise floor of the speed ratios.
 """
 
-import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from quantgate.errors import FrontDoorError
 from quantgate.screen import Screen
 from quantgate.source import resolve_checkpoint
 from quantize import quantize_checkpoint
+from quantize.atomic import lock_folder
 from registry.compare import compare_variants
 from registry.policy import load_policy
 from registry.store import check_store, store_uri
@@ -89,10 +89,10 @@ def run_campaign(campaign: Campaign, screen: Screen) -> CampaignOutcome:
                 workload=workload,
                 out=folder / "variants" / name / "speed",
                 repeats=campaign.repeats,
+                confidence=policy.confidence,
                 progress=begin(f"time {name} against the baseline"),
             )
         begin("compare and report")
-        _forget_removed_variants(folder, set(checkpoints))
         measured = CampaignRecord.read(folder, name=campaign.name, baseline=BASELINE, checkpoints=checkpoints)
         for candidate in measured.candidates:
             compare_variants(measured.baseline, candidate, policy, folder / "variants" / candidate.name)
@@ -109,18 +109,8 @@ def only_run_in(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FrontDoorError(f"{folder}: another quantgate runs this campaign now; wait for it to end") from None
+        if not lock_folder(descriptor):
+            raise FrontDoorError(f"{folder}: another quantgate runs this campaign now; wait for it to end")
         yield
     finally:
         os.close(descriptor)
-
-
-def _forget_removed_variants(folder: Path, names: set[str]) -> None:
-    """Remove the results of variants that the campaign file no longer has."""
-    for results in (folder / "variants", folder / "checkpoints"):
-        for entry in results.iterdir() if results.is_dir() else ():
-            if entry.is_dir() and entry.name.removesuffix(".partial") not in names:
-                shutil.rmtree(entry)

@@ -49,17 +49,25 @@ def evaluate_checkpoint(
 
 
 def measure_checkpoint(
-    checkpoint: Path, *, against: Path | None, workload: str, repeats: int | None, out: Path | None, progress: Progress
+    checkpoint: Path,
+    *,
+    against: Path | None,
+    workload: str,
+    repeats: int | None,
+    out: Path | None,
+    progress: Progress,
+    confidence: float = 0.95,
 ) -> SpeedResult:
     """Speed and memory of one checkpoint, alone or paired, from the cache where the same measurement stands there."""
     chosen = load_workload(workload)
-    other = _short_digest(str(Checkpoint.open(against).weights_digest())) if against else "alone"
+    other = Checkpoint.open(against).content_digest()[:12] if against else "alone"
     return measure(
         checkpoint,
         against=against,
         workload=chosen,
         out=out or _kept(checkpoint) / f"speed-{chosen.name}-{other}",
         repeats=repeats,
+        confidence=confidence,
         progress=progress,
     )
 
@@ -95,10 +103,16 @@ def compare_variants(
         ]
         speed: list[SpeedResult | None] = [None, None]
         if any(rule.metric.startswith(("speed.", "memory.", "*")) for rule in rules.rules):
-            speed = [
-                measure_checkpoint(path, against=paths[0], workload=workload, repeats=None, out=None, progress=progress)
-                for path in paths
-            ]
+            # The baseline runs beside the candidate, so it needs no measurement of its own.
+            speed[1] = measure_checkpoint(
+                paths[1],
+                against=paths[0],
+                workload=workload,
+                repeats=None,
+                out=None,
+                progress=progress,
+                confidence=rules.confidence,
+            )
         records = [
             VariantRecord.of_results(reference, path, scored.directory, timed.directory if timed else None)
             for reference, path, scored, timed in zip((baseline, candidate), paths, quality, speed, strict=True)
@@ -154,7 +168,8 @@ def _ratio(metrics: Mapping[str, float], name: str) -> str:
 
 
 def _kept(checkpoint: Path) -> Path:
-    return home.results() / str(Checkpoint.open(checkpoint).weights_digest()).removeprefix("sha256:")[:16]
+    # By all that decides the answers: two variants of the same weights must not take turns in one folder.
+    return home.results() / Checkpoint.open(checkpoint).content_digest()[:16]
 
 
 def _holds_results(folder: Path) -> bool:

@@ -11,11 +11,14 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from eval.quality.samples import PERPLEXITY_METRICS
 from quantgate.pipeline import CampaignOutcome
+from registry.headline import task_accuracies
 from registry.variant import VariantRecord
 
 COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow"}
 NO_FIGURE = "-"
+DTYPE_BITS = {"bfloat16": "16", "float16": "16", "float32": "32"}
 LEGEND = "second lines: paired difference from the baseline in points, or ratio to it (x)"
 
 
@@ -66,7 +69,8 @@ def summary_table(outcome: CampaignOutcome) -> Table:
 def summary_lines(outcome: CampaignOutcome) -> list[str]:
     """Where to look and how to decide."""
     record = outcome.record
-    ids = " | ".join(f"{record.name}-{candidate.name}" for candidate in record.candidates)
+    # A release is named by the campaign's folder, wherever `output` put that.
+    ids = " | ".join(f"{record.directory.absolute().name}-{candidate.name}" for candidate in record.candidates)
     submit = f"quantgate release submit {_shown(record.directory)}/variants/{record.candidates[0].name}"
     return [
         f"compare the variants:  quantgate ui   (MLflow on http://127.0.0.1:5000, store {outcome.tracking_uri})",
@@ -97,7 +101,7 @@ def _verdict(variant: VariantRecord) -> str:
 
 def _bits(variant: VariantRecord) -> str:
     if variant.manifest is None:
-        return "16"
+        return DTYPE_BITS.get(str(variant.identity.get("dtype")), NO_FIGURE)
     sizes = sorted({(module["bits"], module["group_size"]) for module in variant.manifest["modules"]})
     return "\n".join(f"{bits}" if group == -1 else f"{bits} g{group}" for bits, group in sizes)
 
@@ -114,7 +118,7 @@ def _score(metrics: Mapping[str, float], name: str) -> str:
     value = metrics.get(name)
     if value is None:
         return NO_FIGURE
-    if ".perplexity" in name:
+    if _is_perplexity(name):
         return _with_ratio(metrics, name, ".2f")
     delta = metrics.get(f"{name}.delta")
     return f"{value * 100:.1f}" + (f"\n{delta * 100:+.1f}" if delta is not None else "")
@@ -129,17 +133,20 @@ def _with_ratio(metrics: Mapping[str, float], name: str, form: str) -> str:
 
 
 def _headline_tasks(baseline: VariantRecord) -> list[str]:
-    """One metric per task: perplexities first, then each task's main metric, in the suite's order."""
-    tasks = (baseline.quality or {}).get("tasks", [])
-    names = [str(task["metric_name"]) for task in tasks if task.get("metric_name") in baseline.metrics()]
-    return sorted(names, key=lambda name: ".perplexity" not in name)
+    """Perplexities first, then one accuracy per task, in the suite's order."""
+    names = [str(task["metric_name"]) for task in (baseline.quality or {}).get("tasks", [])]
+    return [*(name for name in names if _is_perplexity(name)), *task_accuracies(baseline)]
+
+
+def _is_perplexity(name: str) -> bool:
+    return name.rpartition(".")[2] in PERPLEXITY_METRICS
 
 
 def _short(name: str) -> str:
     """A column head: the task without its protocol."""
     parts = name.split(".")
-    if "perplexity" in name:
-        return "perplexity\n" + parts[2].replace("_", " ")[:10]
+    if _is_perplexity(name):
+        return "perplexity\n" + parts[2 if parts[1] == "perplexity" else 1].replace("_", " ")[:10]
     return parts[1].removeprefix("quantgate_") + "\n%"
 
 

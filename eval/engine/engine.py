@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool, root_hash
@@ -30,7 +30,7 @@ from eval.engine.kv_cache import KV_DTYPES, allocate_kv, choose_num_blocks
 from eval.engine.model_runner import ModelRunner, StepLogits, probe_geometry
 from eval.engine.native_linear import use_native_linears
 from eval.engine.outcomes import Completion, Outcome, Score, StepOutput, completion_of, take_samples, take_scores
-from eval.engine.prompts import Prompt, encode, encode_pair
+from eval.engine.prompts import Prompt, encode, encode_pair, load_tokenizer
 from eval.engine.request import Request, SamplingParams
 from eval.engine.sampler import sample_each
 from eval.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
@@ -123,8 +123,7 @@ class Engine:
         if dtype != "auto" and dtype not in KV_DTYPES:
             raise EvalError(f"dtype {dtype!r} is unknown: use auto, {', '.join(KV_DTYPES)}")
         model = load_model(Path(path), device=device, dtype=None if dtype == "auto" else KV_DTYPES[dtype])
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        return cls(model, tokenizer, config, checkpoint_digests(Path(path)))
+        return cls(model, load_tokenizer(Path(path)), config, checkpoint_digests(Path(path)))
 
     # Requests one by one
 

@@ -5,11 +5,24 @@ depend on both; spaces that end the context belong to the continuation (lm-eval'
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer
 
 from eval.errors import EvalError
 
 Prompt = str | Sequence[int]
+
+
+def load_tokenizer(checkpoint: Path) -> Any:
+    """The checkpoint's tokenizer; code that comes with a checkpoint is never run."""
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    except Exception as failure:
+        # Whatever a damaged file makes the libraries raise, the user can do one thing.
+        reason = " ".join(str(failure).split())[:200]
+        raise EvalError(f"{checkpoint}: its tokenizer does not load ({reason}); fetch it again") from None
 
 
 def encode(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:

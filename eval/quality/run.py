@@ -23,16 +23,17 @@ from eval.quality.harness import HarnessTask, load_tasks, run_tasks
 from eval.quality.lm_eval_adapter import EngineLM
 from eval.quality.perplexity import score_windows
 from eval.quality.records import TaskResult, result_of, samples_of
-from eval.quality.result import BATCHES, SAMPLES, QualityResult, flat_metrics
+from eval.quality.result import BATCHES, QUALITY, SAMPLES, QualityResult, flat_metrics
 from eval.quality.samples import Sample, write_samples
 from quantize.atomic import atomic_directory
 from quantize.checkpoint import Checkpoint
+from quantize.native_build import native_compiler
 from quantize.progress import Progress, silent
 from tasks.documents import Corpus, corpus_names, load_corpus, resolve_name
 from tasks.errors import TaskError
 from tasks.suites import PerplexityRun, Suite
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when the same inputs would give other samples or other scores than before."""
 
 # Task items are a dozen tokens long: more of them at once fill the engine's token budget.
@@ -57,7 +58,8 @@ def evaluate(
 
     limit: the first so many samples of every task, and windows of every text (the suite's own limit holds as well).
     engine_options: `Engine.from_checkpoint`'s. chat_template: put prompts into the checkpoint's chat template.
-    When `out` holds a result of the same key it is returned at once; any other result there is replaced at the end.
+    When `out` holds a result of the same key it is returned at once; any other result there is replaced at the end, and
+    what is no result is an error.
     Raises `EvalError` or `QuantizeError`, each one line.
     """
     if limit is not None and limit < 1:
@@ -76,7 +78,8 @@ def evaluate(
         report("evaluation unchanged", 1, 1)
         return kept
 
-    with atomic_directory(out, replace=True, error=EvalError) as partial:
+    # Only a result gives way to a result: whatever else lies in a folder that somebody named is theirs.
+    with atomic_directory(out, replace=(out / QUALITY).is_file(), error=EvalError) as partial:
         report("load the model", 0, 1)
         engine = Engine.from_checkpoint(checkpoint, **options)
         model = EngineLM(engine, report)
@@ -137,14 +140,11 @@ def _tasks_identity(
 
 
 def _key(checkpoint: Path, tasks: Mapping[str, Any], options: Mapping[str, Any], chat_template: bool) -> str:
-    opened = Checkpoint.open(checkpoint)
     content = {
-        "weights": opened.weights_digest(),
-        "tokenizer": opened.tokenizer_digest(),
-        "chat_template": opened.chat_template_digest(),
-        "config": {name: value for name, value in opened.config.items() if not name.startswith("_")},
+        "checkpoint": Checkpoint.open(checkpoint).content_digest(),
         "tasks": tasks,
-        "engine": {**options, "version": ENGINE_VERSION, "torch": version("torch")},
+        "engine": {**options, "version": ENGINE_VERSION, "native": native_compiler()},
+        "libraries": {name: version(name) for name in ("torch", "transformers")},
         "chat_template_applied": chat_template,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -20,6 +19,8 @@ import psutil
 import torch
 
 from quantize.atomic import write_atomically
+from quantize.home import home
+from quantize.native_build import native_compiler
 
 INSTRUCTION_SETS = {
     "AVX2": ("avx2",),
@@ -63,7 +64,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine as this process may use it. `compiler` is a C++ compiler's path, or None."""
+    """The machine as this process may use it. `compiler` is that of native code, or None."""
 
     platform: str
     cpu: str
@@ -88,7 +89,7 @@ class Machine:
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for an old measurement to stand for a new one."""
-        named = ("platform", "cpu", "usable_cores", "torch_threads", "instruction_sets", "gpus", "torch")
+        named = ("platform", "cpu", "usable_cores", "torch_threads", "instruction_sets", "gpus", "compiler", "torch")
         return {name: value for name, value in asdict(self).items() if name in named}
 
 
@@ -148,7 +149,7 @@ def describe_machine() -> Machine:
         available_bytes=psutil.virtual_memory().available,
         read_bandwidth=read_bandwidth(),
         gpus=_gpus(),
-        compiler=next((found for found in map(shutil.which, ("c++", "g++", "clang++")) if found), None),
+        compiler=native_compiler(),
         torch=torch.__version__,
         foreign_cores=round(foreign_cores_now(), 3),
     )
@@ -171,7 +172,7 @@ def instruction_sets(flags: set[str]) -> tuple[str, ...]:
 
 def read_bandwidth() -> ReadBandwidth:
     """This boot's value, measured on the first call and when a kept one is from a busier time than now."""
-    path = Path(os.environ.get("QUANTGATE_HOME", Path.home() / ".cache" / "quantgate")).expanduser() / "bandwidth.json"
+    path = home() / "bandwidth.json"
     where = {"boot": _boot_id(), "usable_cores": usable_cores(), "torch_threads": torch.get_num_threads()}
     kept = _kept_bandwidth(path, where)
     if kept is not None and (kept.foreign_cores <= QUIET_CORES or foreign_cores_now(0.2) >= kept.foreign_cores):

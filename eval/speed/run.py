@@ -11,9 +11,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from eval.engine.engine import ENGINE_VERSION
 from eval.errors import EvalError
 from eval.speed.bootstrap import RESAMPLING
 from eval.speed.machine import QUIET_CORES, Machine, describe_machine
@@ -35,7 +37,6 @@ from quantize.progress import Progress
 PROTOCOL_VERSION = 1
 PROBE_REPEAT, PROBE_OUTPUT_TOKENS = 10**6, 2
 """The memory probe's traffic: a repeat that no measurement reaches, and just one decode step."""
-CONFIDENCE = 0.95
 
 
 @dataclass
@@ -60,6 +61,7 @@ def measure(
     engine_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     price_per_hour: float | None = None,
+    confidence: float = 0.95,
     reuse: bool = True,
     progress: Progress | None = None,
 ) -> SpeedResult:
@@ -70,6 +72,7 @@ def measure(
         engine_options: keywords of `Engine.from_checkpoint`, the same for both sides.
         threads: torch threads of a worker; None leaves torch's choice.
         price_per_hour: what the machine costs, for `cost_per_million_tokens`.
+        confidence: of the ratios' two-sided intervals; a policy is held against intervals of its own confidence.
         reuse: give back what `out` holds when it measured the very same thing.
 
     Raises EvalError, one line; nothing is left in `out` then.
@@ -84,7 +87,13 @@ def measure(
     )
     checkpoints = {side: _opened(path) for side, path in sides.items()}
     machine = describe_machine()
-    settings = {"engine_options": options, "threads": threads, "repeats": repeats, "price_per_hour": price_per_hour}
+    settings = {
+        "engine_options": options,
+        "threads": threads,
+        "repeats": repeats,
+        "price_per_hour": price_per_hour,
+        "confidence": confidence,
+    }
     key = _key(checkpoints, workload, settings, machine)
     if reuse and (out / SPEED_FILE).is_file():
         with_same_key = _read_if_same(out, key)
@@ -98,7 +107,7 @@ def measure(
         for side, state in workers.items():
             state.memory["checkpoint_bytes"] = float(checkpoints[side].bytes())
             state.memory |= _measured_memory(state.worker, workload, source)
-        metrics, baseline_metrics = _summarise(workers, workload, machine, price_per_hour)
+        metrics, baseline_metrics = _summarise(workers, workload, machine, price_per_hour, confidence)
         result = SpeedResult(
             directory=out,
             key=key,
@@ -114,7 +123,6 @@ def measure(
                 "order": _order(list(sides), repeats),
                 "resampling": RESAMPLING,
                 "pairs": repeats if against is not None else 0,
-                "confidence": CONFIDENCE,
                 "definitions": DEFINITIONS,
                 **settings,
             },
@@ -140,12 +148,13 @@ def _key(checkpoints: dict[str, Checkpoint], workload: Workload, settings: dict[
     """A sha256 over everything that another run would have to share for its numbers to stand for this one's."""
     try:
         # The same folder on both sides (the noise floor) is read once.
-        digests = {path: Checkpoint.open(path).weights_digest() for path in {c.path for c in checkpoints.values()}}
+        digests = {path: Checkpoint.open(path).content_digest() for path in {c.path for c in checkpoints.values()}}
     except QuantizeError as cause:
         raise EvalError(str(cause)) from cause
     described = [
         PROTOCOL_VERSION,
-        {side: [digests[opened.path], opened.tokenizer_digest()] for side, opened in checkpoints.items()},
+        [ENGINE_VERSION, version("transformers")],
+        {side: digests[opened.path] for side, opened in checkpoints.items()},
         workload.name,
         workload.digest(),
         settings,
@@ -251,7 +260,7 @@ def _measured_memory(worker: WorkerProcess, workload: Workload, source: PromptSo
 
 
 def _summarise(
-    workers: dict[str, _Side], workload: Workload, machine: Machine, price_per_hour: float | None
+    workers: dict[str, _Side], workload: Workload, machine: Machine, price_per_hour: float | None, confidence: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     limits = SloLimits(workload.slo.ttft_ms, workload.slo.tpot_ms) if workload.slo else None
     flat: dict[str, dict[str, float]] = {side: {} for side in workers}
@@ -268,7 +277,7 @@ def _summarise(
     if "baseline" in workers:
         for name, blocks in workers["candidate"].blocks.items():
             before = workers["baseline"].blocks[name]
-            flat["candidate"] |= ratio_metrics(name, before, blocks, limits, seed=workload.seed, confidence=CONFIDENCE)
+            flat["candidate"] |= ratio_metrics(name, before, blocks, limits, seed=workload.seed, confidence=confidence)
     return flat["candidate"], flat.get("baseline", {})
 
 

@@ -1,4 +1,5 @@
-"""Whether a speed measurement may be believed: each check says "pass" or "warn: why".
+"""Whether a speed measurement may be believed: each check says "pass", "warn: why" (a doubt) or "fail: why" (the work
+was not what the workload says, so that its times decide nothing).
 
 Every check stands for a way in which published benchmarks went wrong: a warm prefix cache, requests preempted and
 computed twice, failures dropped, output lengths not honoured, a stranger on the machine, two modes averaged into one.
@@ -37,10 +38,10 @@ def check_validity(
     checks = {
         "prefix_cache": _each_side(blocks, prefix_cache),
         "preemptions": _each_side(blocks, preemptions),
-        "failures": _each_side(blocks, failures),
-        "output_length": _each_side(blocks, output_length),
+        "failures": _each_side(blocks, failures, "fail"),
+        "output_length": _each_side(blocks, output_length, "fail"),
         "token_counts": _worst(
-            [(side, token_counts(blocks[side], request_records[side])) for side in blocks], len(blocks)
+            [(side, token_counts(blocks[side], request_records[side])) for side in blocks], len(blocks), "fail"
         ),
         "clock": _worst([(side, clock(blocks[side], request_records[side])) for side in blocks], len(blocks)),
         "same_work": same_work(blocks),
@@ -54,13 +55,13 @@ def check_validity(
     return checks
 
 
-def _each_side(blocks: Mapping[str, Sequence[Block]], check: Any) -> str:
-    return _worst([(side, check(of_side)) for side, of_side in blocks.items()], len(blocks))
+def _each_side(blocks: Mapping[str, Sequence[Block]], check: Any, word: str = "warn") -> str:
+    return _worst([(side, check(of_side)) for side, of_side in blocks.items()], len(blocks), word)
 
 
-def _worst(said: Sequence[tuple[str, str | None]], sides: int) -> str:
+def _worst(said: Sequence[tuple[str, str | None]], sides: int, word: str = "warn") -> str:
     whys = [f"{side}: {why}" if sides > 1 else why for side, why in said if why]
-    return f"warn: {'; '.join(whys)}" if whys else PASS
+    return f"{word}: {'; '.join(whys)}" if whys else PASS
 
 
 def prefix_cache(blocks: Sequence[Block]) -> str | None:
@@ -123,7 +124,7 @@ def same_work(blocks: Mapping[str, Sequence[Block]]) -> str:
         for of_side in blocks.values()
     ]
     different = sum(((work[0] - work[-1]) + (work[-1] - work[0])).values())
-    return f"warn: {different} requests differ in tokens between the sides" if different else PASS
+    return f"fail: {different} requests differ in tokens between the sides" if different else PASS
 
 
 def bimodal(blocks: Sequence[Block]) -> str | None:

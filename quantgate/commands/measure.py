@@ -22,7 +22,7 @@ def eval_command(
     data_dir: DataDirOption = None,
     limit: LimitOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Result folder; default: in the cache, by weights digest.")
+        Path | None, typer.Option("--out", help="Result folder; default: in the cache, by content digest.")
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -54,7 +54,7 @@ def speed_command(
         int | None, typer.Option(min=1, help="Blocks per side, A B B A …; default: the workload's.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Result folder; default: in the cache, by weights digest.")
+        Path | None, typer.Option("--out", help="Result folder; default: in the cache, by content digest.")
     ] = None,
     json_output: JsonOption = False,
 ) -> None:

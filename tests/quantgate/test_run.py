@@ -81,8 +81,10 @@ def test_a_campaign_ends_with_a_verdict_for_every_variant_and_a_second_run_repea
         assert shown in table.out
 
     campaign.write_text(campaign.read_text().replace("  gptq: {method: gptq, group_size: 32}\n", ""))
-    assert quantgate("run", campaign).code == 0
-    assert not (tmp_path / "runs/trial/variants/gptq").exists()
+    without = quantgate("run", campaign, "--json")
+    assert json.loads(without.out)["variants"].keys() == {"baseline", "int8"}
+    assert "gptq" not in (tmp_path / "runs/trial/report.html").read_text()
+    assert (tmp_path / "runs/trial/variants/gptq/quality/quality.json").is_file(), "its results are kept"
 
     submitted = quantgate("release", "submit", "runs/trial/variants/int8", "--json")
     assert submitted.code == 0, submitted.err

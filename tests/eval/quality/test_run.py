@@ -90,7 +90,7 @@ def test_the_same_question_is_answered_from_the_folder(
     assert again == QualityResult.read(smoke.directory)
 
 
-@pytest.mark.parametrize("change", ["limit", "engine", "weights", "tokenizer", "chat"])
+@pytest.mark.parametrize("change", ["limit", "engine", "weights", "tokenizer", "chat", "config", "stop", "native"])
 def test_another_question_is_not_answered_from_the_folder(
     smoke: QualityResult, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -103,6 +103,13 @@ def test_another_question_is_not_answered_from_the_folder(
         options["engine_options"] = {"dtype": "bfloat16"}
     elif change == "chat":
         options["chat_template"] = True
+    elif change == "config":
+        config = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    elif change == "stop":
+        (checkpoint / "generation_config.json").write_text('{"eos_token_id": 7}')
+    elif change == "native":
+        monkeypatch.setenv("CXX", "/bin/true")
     elif change == "weights":
         _flip_a_byte(checkpoint / "model.safetensors")
     else:
@@ -121,6 +128,14 @@ def test_a_run_that_dies_leaves_nothing_behind(
     with pytest.raises(AssertionError):
         evaluate(tiny_checkpoint, suite=load_suite("smoke"), out=tmp_path / "quality")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_no_result_is_never_replaced(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(EvalError, match="exists already"):
+        evaluate(tiny_checkpoint, tasks=["quantgate_facts"], limit=2, out=tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
 
 def test_benchmarks_come_from_a_folder(tiny_checkpoint: Path, folder: Path, tmp_path: Path) -> None:

@@ -47,19 +47,19 @@ def test_a_clean_measurement_passes_every_check():
 
 
 @pytest.mark.parametrize(
-    ("name", "block", "says"),
+    ("name", "block", "word", "says"),
     [
-        ("prefix_cache", with_request(clean_block(), prompt_cache_hit=16), "4 of 16 requests took 64 prompt tokens"),
-        ("preemptions", with_request(clean_block(), preemptions=2), "8 preemptions"),
-        ("failures", with_request(clean_block(), error="does not fit"), "does not fit"),
-        ("output_length", with_request(clean_block(), requested_output_tokens=31), "30 tokens, not 31"),
-        ("same_work", with_request(clean_block(), input_tokens=9), "differ in tokens"),
-        ("bimodal", clean_block([10.0, 20.0] * 15), "either 10.0 or 20.0 ms"),
+        ("prefix_cache", with_request(clean_block(), prompt_cache_hit=16), "warn", "4 of 16 requests took 64 prompt"),
+        ("preemptions", with_request(clean_block(), preemptions=2), "warn", "8 preemptions"),
+        ("bimodal", clean_block([10.0, 20.0] * 15), "warn", "either 10.0 or 20.0 ms"),
+        ("failures", with_request(clean_block(), error="does not fit"), "fail", "does not fit"),
+        ("output_length", with_request(clean_block(), requested_output_tokens=31), "fail", "30 tokens, not 31"),
+        ("same_work", with_request(clean_block(), input_tokens=9), "fail", "differ in tokens"),
     ],
 )
-def test_a_fault_is_a_warning_that_says_why(name, block, says):
+def test_a_doubt_is_a_warning_and_other_work_a_failure_that_says_why(name, block, word, says):
     said = check(block)[name]
-    assert said.startswith("warn: ")
+    assert said.startswith(f"{word}: ")
     assert says in said
 
 
