@@ -16,19 +16,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from dashboards.figures import BarRow, ForestRow, bars, forest
-from registry.headline import Headline, headline
+from registry.headline import MEMORY, Headline, check_of, headline, limit_as_delta
 from registry.json_files import write_text
 from registry.variant import CampaignRecord, VariantRecord, flat
 
 FLIPS_SHOWN = 12
 _SPEED_STATISTICS = ("p50", "p95", "mean")
-_MEMORY = {
-    "weights": "memory.weights_bytes",
-    "KV cache": "memory.kv_cache_bytes",
-    "activations, peak": "memory.activation_peak_bytes",
-    "whole process, peak": "memory.process_peak_bytes",
-    "checkpoint on disk": "memory.checkpoint_bytes",
-}
 
 
 @dataclass(frozen=True)
@@ -84,8 +77,7 @@ def render_report(campaign: CampaignRecord) -> str:
 
 def _page(variant: VariantRecord, campaign: CampaignRecord) -> VariantPage:
     comparison = variant.comparison or {}
-    checks = {str(check["name"]).split(":")[0]: check for check in comparison.get("checks") or []}
-    tasks = [{**task, "check": checks.get(task["name"])} for task in comparison.get("tasks") or []]
+    tasks = [{**task, "check": check_of(comparison, task["name"])} for task in comparison.get("tasks") or []]
     speed_rows = _speed_rows(variant)
     return VariantPage(
         record=variant,
@@ -125,15 +117,12 @@ def _quality_figures(tasks: Sequence[Mapping[str, Any]]) -> list[Markup]:
     accuracy: list[ForestRow] = []
     perplexity: list[ForestRow] = []
     for task in tasks:
-        check = task["check"] or {}
+        check = task["check"]
         low, value, high = (100 * float(task[end]) for end in ("low", "delta", "high"))
-        limit = check.get("limit")
-        if task["kind"] == "perplexity":
-            limit = None if limit is None else 100 * (float(limit) - 1)
-            told = f"{value:+.1f} % ({low:+.1f} to {high:+.1f})"
-        else:
-            limit = None if limit is None else -100 * float(limit)
-            told = f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
+        limit = limit_as_delta(check, task["kind"])
+        limit = None if limit is None else 100 * limit
+        unit = " %" if task["kind"] == "perplexity" else ""
+        told = f"{value:+.1f}{unit} ({low:+.1f} to {high:+.1f})"
         row = ForestRow(str(task["task"]), low, value, high, str(check.get("status", "same")), told, limit)
         (perplexity if task["kind"] == "perplexity" else accuracy).append(row)
     figures = [
@@ -176,7 +165,7 @@ def _better_or_worse(metric: str, low: float, high: float) -> str:
 def _memory_figures(campaign: CampaignRecord) -> list[tuple[str, Markup]]:
     """One group of bars per kind of memory, a bar per variant."""
     figures = []
-    for label, metric in _MEMORY.items():
+    for label, metric in MEMORY.items():
         rows = []
         for variant in campaign.variants:
             value, ratio = variant.metrics().get(metric), variant.metrics().get(f"{metric}.ratio")

@@ -22,6 +22,17 @@ from registry.variant import VariantRecord, quantize_metrics
 from registry.verdict import Check, Interval, Measurement, decide
 
 _DERIVED = (".ratio", ".ratio.low", ".ratio.high")
+SCORED_AS_TIMED = (
+    "weights_digest",
+    "tokenizer_digest",
+    "compute",
+    "dtype",
+    "kv_dtype",
+    "kernels",
+    "attention_backend",
+    "engine_version",
+)
+"""What an evaluation's identity and a speed run's must have in common."""
 
 
 def compare(baseline_dir: Path, candidate_dir: Path, policy: Policy, out: Path | None) -> dict[str, Any]:
@@ -40,11 +51,11 @@ def compare_variants(
         raise RegistryError(
             f"{candidate.name} ({candidate.quality_folder.parent}): neither quality nor speed is measured; do it first"
         )
-    _same_weights_scored_and_timed(baseline, candidate)
+    _scored_as_timed(baseline, candidate)
     tasks, changed = _paired_quality(baseline, candidate, policy.confidence)
     measurements = [_of_task(task) for task in tasks]
     measurements += _of_speed_and_memory(baseline, candidate)
-    verdict = decide(policy, measurements, _findings(baseline, candidate))
+    verdict = decide(policy, measurements, _findings(baseline, candidate, policy.confidence))
     document: dict[str, Any] = {
         "verdict": verdict.verdict,
         "reasons": list(verdict.reasons),
@@ -147,8 +158,9 @@ def _numbers(document: Mapping[str, Any] | None, part: str = "metrics") -> dict[
     return {name: float(value) for name, value in ((document or {}).get(part) or {}).items()}
 
 
-def _findings(baseline: VariantRecord, candidate: VariantRecord) -> list[Check]:
-    """Integrity failures forbid a decision; doubts about the speed run are advice, unless it says it is invalid."""
+def _findings(baseline: VariantRecord, candidate: VariantRecord, confidence: float) -> list[Check]:
+    """Integrity failures, evaluations under two protocols and speed intervals of another confidence than the policy's
+    forbid a decision; doubts about the speed run are advice, unless it says it is invalid."""
     findings = []
     for variant in (baseline, candidate):
         for name, result in ((variant.quality or {}).get("integrity") or {}).items():
@@ -160,6 +172,10 @@ def _findings(baseline: VariantRecord, candidate: VariantRecord) -> list[Check]:
     for name, result in same_protocol(protocols[0], protocols[1]).items():
         if result != "pass":
             findings.append(_finding(f"protocol.{name}", True, f"{candidate.name}: not measured alike: {result}"))
+    timed = ((candidate.speed or {}).get("protocol") or {}).get("confidence", confidence)
+    if timed != confidence:
+        reason = f"{candidate.name}: speed intervals hold {timed:g}, the policy asks for {confidence:g}; measure again"
+        findings.append(_finding("validity.confidence", True, reason))
     for name, result in ((candidate.speed or {}).get("validity") or {}).items():
         if str(result) != "pass":
             doubt = f"{candidate.name}: speed validity {name}: {result}"
@@ -171,15 +187,19 @@ def _finding(name: str, critical: bool, reason: str) -> Check:
     return Check(name, "inconclusive", critical, "finding", None, None, None, None, reason)
 
 
-def _same_weights_scored_and_timed(baseline: VariantRecord, candidate: VariantRecord) -> None:
+def _scored_as_timed(baseline: VariantRecord, candidate: VariantRecord) -> None:
     if candidate.speed is None:
         return
     for variant, side in ((candidate, "candidate"), (baseline, "baseline")):
         scored = (variant.quality or {}).get("identity") or {}
         timed = candidate.speed.get(side) or {}
-        for digest in ("weights_digest", "tokenizer_digest"):
-            if scored.get(digest) and timed.get(digest) and scored[digest] != timed[digest]:
+        for name in SCORED_AS_TIMED:
+            if scored.get(name) and timed.get(name) and scored[name] != timed[name]:
                 raise RegistryError(
-                    f"{candidate.speed_folder}: timed the {side} with {digest} {str(timed[digest])[:12]}, but "
-                    f"quality scored {str(scored[digest])[:12]}; measure both on the same checkpoint"
+                    f"{candidate.speed_folder}: timed the {side} with {name} {_shown(timed[name])}, but quality scored "
+                    f"{_shown(scored[name])}; measure both on the same checkpoint, in the same environment"
                 )
+
+
+def _shown(value: object) -> str:
+    return value[:12] if isinstance(value, str) else str(value)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from registry.variant import VariantRecord
+from registry.variant import Document, VariantRecord
 
 GLANCE = {
     "1_size_x": "weights as served, times the baseline's (less is better)",
@@ -21,6 +21,15 @@ GLANCE = {
     "5_acc_pts": "mean paired difference of accuracy, in points (more is better)",
     "6_worst_pts": "the worst task's paired difference of accuracy, in points (more is better)",
 }
+
+MEMORY = {
+    "weights": "memory.weights_bytes",
+    "KV cache": "memory.kv_cache_bytes",
+    "activations, peak": "memory.activation_peak_bytes",
+    "whole process, peak": "memory.process_peak_bytes",
+    "checkpoint on disk": "memory.checkpoint_bytes",
+}
+"""The kinds of memory that a picture shows, by their label."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,24 @@ def task_accuracies(variant: VariantRecord) -> dict[str, float]:
         if task.get("higher_is_better") and (task["name"] not in chosen or task["metric"] == "acc"):
             chosen[task["name"]] = (task["metric_name"], float(task["value"]))
     return dict(chosen.values())
+
+
+def check_of(comparison: Document, metric: str) -> Document:
+    """The check that holds the change of a metric against a limit; else the first on it; else an empty one."""
+    checks = [check for check in comparison.get("checks") or [] if str(check["name"]).split(":")[0] == metric]
+    of_change = [check for check in checks if check.get("limit_kind") in ("margin", "max_ratio")]
+    return next(iter(of_change + checks), {})
+
+
+def limit_as_delta(check: Document, kind: str) -> float | None:
+    """Where the check's limit lies on the axis of the task's `delta` (`kind`: accuracy or perplexity); None where it
+    limits something else, such as the candidate's own value."""
+    limit = check.get("limit")
+    if limit is None or check.get("limit_kind") not in ("margin", "max_ratio"):
+        return None
+    if check["limit_kind"] == "max_ratio":
+        return float(limit) - 1 if kind == "perplexity" else None
+    return float(limit) if kind == "perplexity" else -float(limit)
 
 
 def markdown_table(variants: Sequence[VariantRecord]) -> str:

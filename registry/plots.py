@@ -12,17 +12,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from registry.headline import MEMORY, check_of, limit_as_delta
 from registry.variant import VariantRecord
 
 STATUS_COLOURS = {"pass": "#1a7f37", "fail": "#c62828", "inconclusive": "#b26a00", "nodata": "#6b7280"}
 _NEUTRAL = "#4b5563"
-_MEMORY = (
-    ("weights", "memory.weights_bytes"),
-    ("KV cache", "memory.kv_cache_bytes"),
-    ("activations, peak", "memory.activation_peak_bytes"),
-    ("whole process, peak", "memory.process_peak_bytes"),
-    ("checkpoint on disk", "memory.checkpoint_bytes"),
-)
 
 
 def quality_forest(variant: VariantRecord) -> Figure | None:
@@ -41,11 +35,10 @@ def quality_forest(variant: VariantRecord) -> Figure | None:
     ]
     if not panels:
         return None
-    checks = {check["name"].split(":")[0]: check for check in comparison.get("checks") or []}
     figure = Figure(figsize=(9, 1.4 + 0.42 * len(tasks) + 0.5 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[len(group) + 1 for group, _ in panels])[:, 0]
     for axis, (group, label) in zip(axes, panels, strict=True):
-        _forest(axis, group, checks)
+        _forest(axis, group, comparison)
         axis.set_xlabel(label)
     figure.suptitle(
         f"{variant.name}: quality against the baseline, {100 * float(tasks[0]['confidence']):g} % intervals"
@@ -53,15 +46,15 @@ def quality_forest(variant: VariantRecord) -> Figure | None:
     return figure
 
 
-def _forest(axis: Axes, tasks: Sequence[Mapping[str, Any]], checks: Mapping[str, Mapping[str, Any]]) -> None:
+def _forest(axis: Axes, tasks: Sequence[Mapping[str, Any]], comparison: Mapping[str, Any]) -> None:
     axis.axvline(0, color=_NEUTRAL, linewidth=1)
     for row, task in enumerate(reversed(tasks)):
-        check = checks.get(task["name"], {})
+        check = check_of(comparison, task["name"])
         colour = STATUS_COLOURS.get(str(check.get("status")), _NEUTRAL)
         value, low, high = (100 * float(task[end]) for end in ("delta", "low", "high"))
         axis.plot([low, high], [row, row], color=colour, linewidth=2.5, solid_capstyle="round")
         axis.plot([value], [row], "o", color=colour, markersize=7)
-        limit = _limit_as_delta(check)
+        limit = limit_as_delta(check, task["kind"])
         if limit is not None:
             axis.plot([100 * limit] * 2, [row - 0.35, row + 0.35], color="#c62828", linewidth=1.2, linestyle=":")
     axis.set_yticks(range(len(tasks)), [str(task["task"]) for task in reversed(tasks)])
@@ -69,19 +62,12 @@ def _forest(axis: Axes, tasks: Sequence[Mapping[str, Any]], checks: Mapping[str,
     _quiet(axis)
 
 
-def _limit_as_delta(check: Mapping[str, Any]) -> float | None:
-    limit = check.get("limit")
-    if limit is None:
-        return None
-    return -float(limit) if check.get("limit_kind") == "margin" else float(limit) - 1
-
-
 def memory_bars(variant: VariantRecord) -> Figure | None:
     """Bytes of baseline and variant side by side, in 10^6 bytes."""
     metrics = variant.metrics()
     rows = [
         (label, metrics[name] / metrics[f"{name}.ratio"] / 1e6, metrics[name] / 1e6)
-        for label, name in _MEMORY
+        for label, name in MEMORY.items()
         if name in metrics and metrics.get(f"{name}.ratio")
     ]
     if not rows:

@@ -44,7 +44,8 @@ class Interval:
 class Measurement:
     """One metric of the candidate beside its baseline.
 
-    delta: candidate - baseline, in the metric's unit. ratio: candidate / baseline. None: not measured in pairs.
+    delta: candidate - baseline, in the metric's unit; of a perplexity relative, ratio - 1. ratio: candidate / baseline.
+    None: not measured in pairs.
     samples_needed: for a margin (a ratio limit minus one), how many samples would decide for an equal candidate.
     """
 

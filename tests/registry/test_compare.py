@@ -70,6 +70,24 @@ def test_speed_of_other_weights_is_refused(pair: tuple[Path, Path]) -> None:
         compare(baseline, candidate, POLICY, None)
 
 
+def test_speed_of_other_kernels_is_refused(pair: tuple[Path, Path]) -> None:
+    baseline, candidate = pair
+    timed = json.loads((candidate / "speed" / "speed.json").read_text())["candidate"]
+    rewrite(candidate / "speed" / "speed.json", candidate=timed | {"kernels": {"dequantize": 210}})
+    with pytest.raises(RegistryError, match=r"timed the candidate with kernels \{'dequantize': 210\}"):
+        compare(baseline, candidate, POLICY, None)
+
+
+def test_speed_intervals_of_another_confidence_forbid_a_pass(pair: tuple[Path, Path]) -> None:
+    baseline, candidate = pair
+    rewrite(candidate / "speed" / "speed.json", protocol={"confidence": 0.95})
+    rules = (Rule(metric="memory.weights_bytes", max_ratio=0.9),)
+    assert compare(baseline, candidate, Policy(rules=rules), None)["verdict"] == "pass"
+    strict = compare(baseline, candidate, Policy(rules=rules, confidence=0.99), None)
+    assert strict["verdict"] == "inconclusive"
+    assert "speed intervals hold 0.95, the policy asks for 0.99" in strict["reasons"][0]
+
+
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
