@@ -20,10 +20,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from eval.settings_file import line_of, read_settings, read_yaml_mapping
+from eval.settings_file import read_settings
 from quantgate.errors import FrontDoorError
 from quantize.errors import QuantizeError
 from quantize.recipe import Recipe
+from tasks.yaml_file import line_of, read_yaml_mapping
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 BASELINE = "baseline"

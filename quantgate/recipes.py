@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from quantgate.errors import FrontDoorError
 from quantize.recipe import Recipe
+from tasks.yaml_file import read_yaml_mapping
 
 
 def recipe_from_options(path: Path | None, options: dict[str, Any]) -> Recipe:
@@ -18,12 +17,7 @@ def recipe_from_options(path: Path | None, options: dict[str, Any]) -> Recipe:
     """
     mapping: dict[str, Any] = {}
     if path is not None:
-        try:
-            mapping = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise FrontDoorError(f"{path}: not a readable YAML recipe ({str(error).splitlines()[0]})") from error
-        if not isinstance(mapping, dict):
-            raise FrontDoorError(f"{path}: a recipe is `key: value` lines, found {type(mapping).__name__}")
+        _, mapping = read_yaml_mapping(path, FrontDoorError)
     mapping |= {key: value for key, value in options.items() if value is not None}
     if "method" not in mapping:
         raise FrontDoorError("no method given: add --method int8, int4, awq or gptq, or --recipe FILE.yaml")

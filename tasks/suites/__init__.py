@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from tasks.errors import TaskError
+from tasks.yaml_file import key_lines, read_yaml_mapping
 
 FOLDER = Path(__file__).parent
 DEFAULT_WINDOW = 1024
@@ -54,32 +55,22 @@ def load_suite(name_or_path: str | Path) -> Suite:
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         path = FOLDER / f"{name_or_path}.yaml"
-        if not path.is_file():
+        if str(name_or_path) not in suite_names():
             close = difflib.get_close_matches(str(name_or_path), suite_names(), n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(suite_names())}; or give a .yaml file"
             raise TaskError(f"unknown suite {str(name_or_path)!r}; {hint}")
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path}: cannot be read as text ({error}); check the path") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise TaskError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
-    return _Reader(path, text).suite(content)
+    tree, content = read_yaml_mapping(path, TaskError)
+    return _Reader(path, tree).suite(content)
 
 
 class _Reader:
     """Checks one file's content; every complaint names the file and, where the key is found, its line."""
 
-    def __init__(self, path: Path, text: str) -> None:
+    def __init__(self, path: Path, tree: yaml.Node) -> None:
         self._path = path
-        self._lines = text.splitlines()
+        self._lines = dict(reversed(list(key_lines(tree))))
 
-    def suite(self, content: Any) -> Suite:
-        if not isinstance(content, dict):
-            raise TaskError(f"{self._path}: expected `key: value` lines, for instance `tasks: [piqa]`")
+    def suite(self, content: dict[str, Any]) -> Suite:
         self._known(content, ("name", "tasks", "limit", "perplexity"))
         tasks = content.get("tasks") or []
         if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
@@ -120,5 +111,5 @@ class _Reader:
         raise TaskError(f"{self._at(key)}: {key} {what}, got {value!r}")
 
     def _at(self, key: str) -> str:
-        line = next((number for number, line in enumerate(self._lines, 1) if f"{key}:" in line), None)
+        line = self._lines.get(key)
         return f"{self._path}:{line}" if line else str(self._path)

@@ -123,6 +123,21 @@ def test_a_campaign_file_with_a_wrong_key(quantgate, tmp_path: Path) -> None:
     is_one_line(quantgate("run", "none.yaml"), "none.yaml")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("- int8\n", "found list"),
+        ("method: int8\nmethod: int4\n", "r.yaml:2: the key 'method' stands twice"),
+        ("method: &m [*m]\n", "r.yaml:1: nested too deeply"),
+        ("method: 2020-99-99\n", "not valid YAML"),
+    ],
+)
+def test_a_recipe_file_that_is_none(quantgate, tiny_checkpoint: Path, tmp_path: Path, recipe: str, said: str) -> None:
+    (tmp_path / "r.yaml").write_text(recipe)
+    is_one_line(quantgate("quantize", tiny_checkpoint, "--recipe", "r.yaml", "--out", "q"), "r.yaml", said)
+    assert list(tmp_path.glob("q*")) == []
+
+
 def test_a_full_disk(quantgate, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
