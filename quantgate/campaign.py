@@ -46,7 +46,7 @@ class Campaign(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: Annotated[str, StringConstraints(pattern=NAME.pattern)]
-    baseline: str
+    baseline: Annotated[str, StringConstraints(min_length=1)]
     variants: dict[str, dict[str, Any]] = Field(min_length=1)
     calibration: SharedCalibration = SharedCalibration()
     suite: str = "core"
@@ -87,6 +87,12 @@ def load_campaign(path: Path) -> Campaign:
             raise FrontDoorError(f"{path}:{line}: variants.{name}: {error}") from None
     base = path.parent
     shared = campaign.calibration
+    if campaign.data_dir is not None and not (base / campaign.data_dir).is_dir():
+        line = line_of(tree, ("data_dir",))
+        raise FrontDoorError(f"{path}:{line}: data_dir: no folder {base / campaign.data_dir}; correct the path")
+    if shared.file is not None and not (base / shared.file).is_file():
+        line = line_of(tree, ("calibration", "file"))
+        raise FrontDoorError(f"{path}:{line}: calibration.file: no file {base / shared.file}; correct the path")
     return campaign.model_copy(
         update={
             "baseline": _beside(base, campaign.baseline),

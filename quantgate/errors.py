@@ -5,8 +5,15 @@ command line can tell a mistake that was explained (one line) from a defect of o
 """
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENOENT, errno.ENXIO)
+"""What the file system answers to a path that cannot be what it was given for."""
+
+LONGEST_SHOWN = 200
 
 
 class FrontDoorError(Exception):
@@ -33,9 +40,18 @@ def operating_system_errors_explained() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f" at {error.filename}" if error.filename else ""
-        if error.errno == errno.ENOSPC:
+        where = f" at {_printable(error.filename)}" if error.filename else ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FrontDoorError(f"the disk is full{where}: free some space and run the same command again") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise FrontDoorError(f"no permission to write{where}: choose another output folder") from error
+        if error.errno in OF_A_PATH and error.filename:
+            said = f"{_printable(error.filename)}: {os.strerror(error.errno)}; check this path"
+            raise FrontDoorError(said) from error
         raise
+
+
+def _printable(filename: object) -> str:
+    """A path as a message shows it: one that is too long for any file system would fill the screen."""
+    text = os.fsdecode(filename) if isinstance(filename, str | bytes | os.PathLike) else str(filename)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"

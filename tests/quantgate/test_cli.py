@@ -138,6 +138,27 @@ def test_a_recipe_file_that_is_none(quantgate, tiny_checkpoint: Path, tmp_path: 
     assert list(tmp_path.glob("q*")) == []
 
 
+@pytest.mark.parametrize("value", ["x" * 5000, "taken/below", "loop"])
+def test_a_campaign_whose_paths_can_be_none(quantgate, tiny_checkpoint: Path, tmp_path: Path, value: str) -> None:
+    (tmp_path / "taken").write_text("a file")
+    (tmp_path / "loop").symlink_to("loop")
+    good = {"name": "c", "baseline": str(tiny_checkpoint), "variants": {"int8": {"method": "int8"}}}
+    for key in ("suite", "workload", "policy", "output", "data_dir"):
+        (tmp_path / "c.yaml").write_text(json.dumps(good | {key: value}))
+        is_one_line(quantgate("run", "c.yaml"), value[:100])
+    is_one_line(quantgate("inspect", value), value[:100])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_output_folder_that_is_a_file(quantgate, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    for out in ("taken", "taken/below", "x" * 300):
+        is_one_line(quantgate("quantize", tiny_checkpoint, "--method", "int8", "--out", out), out[:100])
+        is_one_line(quantgate("eval", tiny_checkpoint, "--suite", "smoke", "--out", out), out[:100])
+        is_one_line(quantgate("speed", tiny_checkpoint, "--workload", "demo-closed", "--out", out), out[:100])
+    assert (tmp_path / "taken").read_text() == "a file"
+
+
 def test_a_full_disk(quantgate, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
