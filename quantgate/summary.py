@@ -95,8 +95,11 @@ def _verdict(variant: VariantRecord) -> str:
         return "the baseline; its ratios are the noise floor"
     verdict = str(variant.comparison["verdict"])
     reasons = [str(reason) for reason in variant.comparison["reasons"]]
+    first = reasons[0].partition(";")[0] if reasons else ""
+    for prefix in ("quality.quantgate_", "quality.", f"speed.{_workload(variant)}.", "memory."):
+        first = first.removeprefix(prefix)
     more = f" (and {len(reasons) - 1} more in the report)" if len(reasons) > 1 else ""
-    return f"[{COLOURS[verdict]}]{verdict}[/]: {reasons[0] if reasons else ''}{more}"
+    return f"[{COLOURS[verdict]}]{verdict}[/]: {first}{more}"
 
 
 def _bits(variant: VariantRecord) -> str:
