@@ -219,7 +219,8 @@ def _compare_accuracy(task: str, metric: str, pairs: _Pairs, confidence: float) 
         high = min(max(drawn[1], mean + size * (high - signs)), _NO_INFORMATION)
         variance *= size**2
         interval = "paired bootstrap over sources, at least Tango's for the signs of the changes"
-    spread = math.sqrt(variance * effect) if math.isfinite(effect) else _NO_INFORMATION
+    known = math.isfinite(effect) and (binary or len(set(sources)) > 1)
+    spread = math.sqrt(variance * effect) if known else _NO_INFORMATION
     higher_is_better = pairs[0][0].higher_is_better
     gained, lost = (raised, lowered) if higher_is_better else (lowered, raised)
     return TaskComparison(

@@ -47,8 +47,8 @@ def tango_interval(gained: float, lost: float, samples: float, confidence: float
 
     Why this one: it keeps its coverage where a Wald or bootstrap interval collapses, at few or no disagreements (the
     usual case for a good quantizer: with 0 of 400 changed the bootstrap says [0, 0], Tango [-0.95 %, 0.95 %]), and it
-    is the inversion of the score test whose null at 0 is McNemar's. Counts may be fractions, divided by a design effect;
-    no samples at all (an infinite one) leave the widest interval.
+    is the inversion of the score test whose null at 0 is McNemar's. Counts may be fractions, divided by a design
+    effect; no samples at all (an infinite one) leave the widest interval.
     """
     if samples == 0:
         return -1.0, 1.0
@@ -82,9 +82,10 @@ def design_effect(differences: Sequence[float], sources: Sequence[str]) -> float
 
 
 def few_sources_effect(sources: Sequence[str], confidence: float) -> float:
-    """By how much more counts must shrink because the design effect was itself estimated, from few sources: the interval
-    that follows is as wide as one by Student's t with sources - 1 degrees of freedom and the small-sample variance
-    n / (n - 1). 1.0 when every source is its own sample, infinite when all samples share one: they decide nothing.
+    """By how much more counts must shrink because the design effect was itself estimated, from few sources: the
+    interval that follows is as wide as one by Student's t with sources - 1 degrees of freedom and the small-sample
+    variance n / (n - 1). 1.0 when every source has one sample, infinite when all samples share one: they decide
+    nothing.
     """
     count = len(set(sources))
     if count == len(sources):

@@ -121,8 +121,62 @@ def test_questions_about_one_text_widen_the_interval() -> None:
     worse = [0 if index % 100 < 5 else 1 for index in range(400)]
     (alone,) = compare_tasks(_samples(scores), _samples(worse))
     (clustered,) = compare_tasks(_samples(scores, sources=100), _samples(worse, sources=100))
-    assert clustered.design_effect == pytest.approx(4.0)
+    assert clustered.design_effect == pytest.approx(4.0, rel=0.05)
     assert clustered.high - clustered.low > 1.8 * (alone.high - alone.low)
+
+
+@pytest.mark.parametrize("sources", [2, 3, 5, 10])
+def test_few_sources_cover_the_truth_as_often_as_many(sources: int) -> None:
+    rng = np.random.default_rng(4)
+    covered = 0
+    for _ in range(150):
+        gain_share = np.clip(rng.normal(0.5, 0.4, sources), 0, 1)
+        changes = (rng.random((40, sources)) < 0.2) * np.where(rng.random((40, sources)) < gain_share, 1, -1)
+        before, after = (changes < 0).astype(float).ravel(), (changes > 0).astype(float).ravel()
+        (found,) = compare_tasks(_samples(list(before), sources=sources), _samples(list(after), sources=sources))
+        covered += found.low <= 0 <= found.high
+    assert covered / 150 > 0.9
+
+
+def test_answers_about_a_single_source_decide_nothing() -> None:
+    same = _samples([1] * 400, sources=1)
+    (found,) = compare_tasks(same, same)
+    assert (found.low, found.high) == (-1.0, 1.0)
+    assert non_inferiority(found, 0.5) == "inconclusive"
+    assert math.isfinite(found.mde)
+
+
+def test_scores_between_0_and_1_that_never_changed_still_leave_an_interval() -> None:
+    few, many = (_samples([0.5] * count, metric="f1") for count in (3, 3000))
+    assert non_inferiority(compare_tasks(few, few)[0], 0.02) == "inconclusive"
+    assert non_inferiority(compare_tasks(many, many)[0], 0.02) == "pass"
+
+
+def test_one_changed_score_does_not_rule_out_a_change_the_other_way() -> None:
+    before = _samples([0.5] * 50, metric="f1")
+    (found,) = compare_tasks(before, _samples([0.3] + [0.5] * 49, metric="f1"))
+    assert found.low < found.delta < 0 < found.high
+
+
+def test_a_score_of_which_less_is_better_is_judged_the_other_way_round() -> None:
+    def toxic(scores: list[float]) -> list[Sample]:
+        return [replace(sample, metric="toxicity", higher_is_better=False) for sample in _samples(scores)]
+
+    before, worse = toxic([0] * 500), toxic([1] * 100 + [0] * 400)
+    (found,) = compare_tasks(before, worse)
+    assert (found.gained, found.lost, found.delta) == (0, 100, pytest.approx(0.2))
+    assert non_inferiority(found, 0.05) == "fail"
+    assert non_inferiority(compare_tasks(worse, before)[0], 0.05) == "pass"
+    assert {flip.direction for flip in flips(before, worse)} == {"lost"}
+
+
+def test_bits_per_byte_are_compared_as_bits() -> None:
+    before = _samples([2.0] * 5, metric="bits_per_byte")
+    (found,) = compare_tasks(before, _samples([2.2 + 0.01 * step for step in range(5)], metric="bits_per_byte"))
+    assert found.baseline == pytest.approx(2.0 / math.log(2))
+    assert found.candidate == pytest.approx(2.22 / math.log(2))
+    assert found.ratio == pytest.approx(1.11)
+    assert 0.09 < found.low < found.delta < found.high < 0.13
 
 
 def test_family_is_corrected_together() -> None:

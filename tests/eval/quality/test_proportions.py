@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from eval.quality.proportions import (
     design_effect,
+    few_sources_effect,
     holm,
     mcnemar_exact,
     minimum_detectable_effect,
@@ -105,3 +106,12 @@ def test_samples_that_repeat_their_source_count_as_few() -> None:
     sources = [str(index // 4) for index in range(800)]
     assert design_effect(list(values), sources) == pytest.approx(4.0, rel=1e-6)
     assert design_effect(list(values), [str(index) for index in range(800)]) == 1.0
+
+
+def test_few_sources_widen_as_student_s_t_does() -> None:
+    assert few_sources_effect(["a", "b", "c"], 0.95) == 1.0
+    # t with 4 degrees of freedom: 2.7764 at 97.5 %; the normal's 1.9600.
+    five = [str(index % 5) for index in range(50)]
+    assert few_sources_effect(five, 0.95) == pytest.approx((2.7764 / 1.9600) ** 2 * 5 / 4, rel=1e-3)
+    assert few_sources_effect(["a", "a"], 0.95) == math.inf
+    assert tango_interval(0, 0, 0, 0.95) == (-1.0, 1.0)
