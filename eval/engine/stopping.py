@@ -1,7 +1,7 @@
 """When a request ends, and the text it then has.
 
 The one idea: the token that ends a request stays in its tokens, as in transformers; the text ends before the stop
-string and shows no special tokens.
+string and shows no special tokens. A stop string that was complete before `min_tokens` is text like any other.
 """
 
 from typing import Any
@@ -28,18 +28,27 @@ def completion_text(request: Request, tokenizer: Any) -> str:
     """The output as text, cut before the first stop string."""
     if tokenizer is None:
         return ""
-    text = _decode(tokenizer, request.output_token_ids)
-    if request.finish_reason == "stop":
-        cuts = [position for stop in request.params.stop if (position := text.find(stop)) >= 0]
-        text = text[: min(cuts, default=len(text))]
-    return text
+    text, cut = _text_and_cut(request, 0, tokenizer)
+    return text[:cut] if request.finish_reason == "stop" else text
 
 
 def _ends_in_stop_string(request: Request, tokenizer: Any) -> bool:
     longest = max(map(len, request.params.stop))
-    tail = request.output_token_ids[-(TOKENS_PER_CHARACTER * longest + TOKENS_PER_CHARACTER) :]
-    text = _decode(tokenizer, tail)
-    return any(stop in text for stop in request.params.stop)
+    tail = TOKENS_PER_CHARACTER * longest + TOKENS_PER_CHARACTER
+    return _text_and_cut(request, max(0, request.num_output_tokens - tail), tokenizer)[1] is not None
+
+
+def _text_and_cut(request: Request, start: int, tokenizer: Any) -> tuple[str, int | None]:
+    """The text of the output tokens from number `start` on, and where the first stop string that counts begins in it:
+    one that ends with token number `min_tokens` or later."""
+    token_ids = request.output_token_ids[start:]
+    text = _decode(tokenizer, token_ids)
+    if not request.params.stop:
+        return text, None
+    too_early = max(0, request.params.min_tokens - 1 - start)
+    floor = len(_decode(tokenizer, token_ids[:too_early])) if too_early else 0
+    places = (text.find(stop, max(0, floor - len(stop) + 1)) for stop in request.params.stop)
+    return text, min((place for place in places if place >= 0), default=None)
 
 
 def _decode(tokenizer: Any, token_ids: list[int]) -> str:

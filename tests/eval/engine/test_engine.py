@@ -42,6 +42,17 @@ def test_stop_string_ends_the_text_before_it(engine):
     assert stopped.token_ids == free.token_ids[: len(stopped.text) + 2]
 
 
+def test_stop_string_that_was_complete_before_min_tokens_is_text_like_any_other(engine):
+    [free] = engine.generate(["hello"], SamplingParams(max_tokens=12))
+    text = free.text
+    early, late = text[1:3], text[5:8]
+    [held] = engine.generate(["hello"], SamplingParams(max_tokens=12, min_tokens=7, stop=(early, late)))
+    first = min(place for stop in (early, late) if (place := text.find(stop, 7 - len(stop))) >= 0)
+    assert held.finish_reason == "stop"
+    assert held.text == text[:first]
+    assert len(held.token_ids) >= 7
+
+
 def test_stop_token_ends_the_request_and_min_tokens_holds_it_off(engine):
     [free] = engine.generate(["hello"], SamplingParams(max_tokens=8))
     third = free.token_ids[2]
