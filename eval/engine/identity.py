@@ -43,8 +43,18 @@ def resolve_kv_dtype(name: str | None, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def context_tokens(model: PreTrainedModel, wanted: int | None) -> int:
-    """How long a request may be: what the model's positions allow, or less if so wanted; 2048 where neither says."""
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """How long a request may be: what the model's positions allow, or less if so wanted; 2048 where neither says.
+
+    LongRoPE turns by other frequencies once the longest sequence of a batch has outgrown the original context. In a
+    flat batch one request would change the others so, and the keys already cached: the original context is its limit.
+    """
+    config = model.config.get_text_config()
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings")
+        original = original or getattr(config, "original_max_position_embeddings", None)
+        limit = min(limit or original, original) if original else limit
     if limit is not None and wanted is not None and wanted > limit:
         raise EvalError(f"max_model_len is {wanted}: this model has {limit} positions")
     return wanted or limit or 2048

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eval.engine import Engine, EngineConfig, SamplingParams
+from eval.errors import EvalError
 
 MAX_TOKENS = 12
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -79,6 +80,18 @@ def test_other_architectures(architecture, tiny_model, random_prompts, greedy_re
         engine = engine_on(model, **options)
         assert tokens_of(engine, prompts) == expected, f"{architecture} with {options}"
         assert [tokens_of(engine, [prompt])[0] for prompt in prompts[:3]] == expected[:3]
+
+
+def test_longrope_runs_within_its_original_context(tiny_model, random_prompts, greedy_reference):
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 48, "factor": 2.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    model = tiny_model("llama", rope_parameters=rope)
+    prompts = random_prompts(8, longest=48 - MAX_TOKENS)
+    expected = greedy_reference(tiny_model("llama", rope_parameters=rope), prompts, MAX_TOKENS)
+    engine = engine_on(model)
+    assert tokens_of(engine, prompts) == expected
+    with pytest.raises(EvalError, match="exceed the context of 48 tokens"):
+        engine.generate([list(range(1, 48))], PARAMS)
 
 
 def test_preempted_request_keeps_its_streamed_tokens(tiny_model, random_prompts):
