@@ -11,7 +11,7 @@
     policy: default
 
 A recipe's keys are those of `quantgate quantize`; `calibration` holds what all recipes share. Relative paths in
-the file are relative to the file.
+the file are relative to the file, save `output`: results go below the working directory, into runs/NAME unless said.
 """
 
 import re
@@ -106,6 +106,7 @@ def load_campaign(path: Path) -> Campaign:
 
 
 def _beside(base: Path, reference: str) -> str:
-    """A reference as seen from the working directory: a file beside the campaign file wins over a built-in name."""
+    """A reference as seen from the working directory. What lies beside the campaign file wins over a built-in name, but
+    a folder only where it is a checkpoint."""
     beside = base / reference
-    return str(beside) if beside.exists() and reference not in ("", ".") else reference
+    return str(beside) if beside.is_file() or (beside / "config.json").is_file() else reference

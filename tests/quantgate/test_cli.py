@@ -193,6 +193,24 @@ def test_compare_of_a_checkpoint_with_itself_states_a_verdict_and_its_exit_code(
     assert (failed.code, json.loads(failed.out)["verdict"]) == (3, "fail")
 
 
+def test_two_checkpoints_of_the_same_weights_are_not_taken_for_one(
+    quantgate, tiny_checkpoint: Path, copy_of: Path, tmp_path: Path
+) -> None:
+    config = json.loads((copy_of / "config.json").read_text())
+    (copy_of / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1.0}))
+    (tmp_path / "p.yaml").write_text("rules:\n  - {metric: quality.perplexity.*, max_ratio: 1.5}\n")
+    (tmp_path / "s.yaml").write_text("perplexity:\n  - {corpus: held_out_docs, window: 64, windows: 4}\n")
+    compared = quantgate("compare", tiny_checkpoint, copy_of, "--suite", "s.yaml", "--policy", "p.yaml", "--json")
+    (task,) = json.loads(compared.out)["tasks"]
+    assert task["delta"] != 0
+
+
+def test_a_tokenizer_that_does_not_load_is_one_line(quantgate, copy_of: Path) -> None:
+    (copy_of / "tokenizer.json").write_text("{")
+    is_one_line(quantgate("eval", copy_of, "--suite", "smoke"), "tokenizer does not load")
+    is_one_line(quantgate("speed", copy_of, "--workload", "demo-open"), "tokenizer does not load")
+
+
 def test_releases_are_approved_rejected_and_written_down(quantgate, tmp_path: Path) -> None:
     comparison = {
         "verdict": "fail",
