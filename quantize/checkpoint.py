@@ -53,6 +53,8 @@ class Checkpoint:
         if not path.is_dir():
             raise QuantizeError(f"{path}: not a checkpoint; expected a folder with {CONFIG} and safetensors files")
         config = read_json(path / CONFIG, "not a checkpoint")
+        if not isinstance(config.get("quantization_config") or {}, dict):
+            raise QuantizeError(f"{path / CONFIG}: quantization_config is no JSON object; fetch the checkpoint again")
         if not quantized_ok and "quantization_config" in config:
             method = (config["quantization_config"] or {}).get("quant_method", "an unnamed method")
             raise QuantizeError(f"{path}: is quantized already ({method}); quantize the original checkpoint instead")
@@ -74,6 +76,10 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(self.files[name]).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors names it: F32, BF16, I8, ..."""
+        return str(self._handle(self.files[name]).get_slice(name).get_dtype())
 
     def weights_digest(self, visit: Callable[[str, torch.Tensor], None] | None = None) -> str:
         """sha256 over all tensors by name: name, dtype, shape, bytes. `visit` sees each tensor on the way, so that a
@@ -102,7 +108,10 @@ class Checkpoint:
         """The template's text, from its own file or from the tokenizer's settings."""
         file = self.path / TEMPLATE
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            try:
+                return file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as failure:
+                raise QuantizeError(f"{file}: not UTF-8 ({one_line(failure)}); fetch it again") from None
         template = self._tokenizer_config().get("chat_template")
         return template if template is None or isinstance(template, str) else json.dumps(template, sort_keys=True)
 
@@ -176,7 +185,7 @@ def index_of(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise QuantizeError(f"{path / INDEX}: has no weight_map; fetch the checkpoint again")
     for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
             raise QuantizeError(f"{path / INDEX}: names {file!r}, which is no file of this folder; fetch it again")
     return weight_map
 
@@ -195,7 +204,7 @@ def read_json(file: Path, otherwise: str) -> dict[str, Any]:
         raise QuantizeError(f"{file.parent}: {otherwise}, it has no {file.name}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as failure:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as failure:
         raise QuantizeError(f"{file}: {otherwise}, not valid JSON ({one_line(failure)})") from None
     if not isinstance(content, dict):
         raise QuantizeError(f"{file}: {otherwise}, expected a JSON object")
@@ -215,6 +224,11 @@ def refuse_nonfinite(checkpoint: Checkpoint) -> Callable[[str, torch.Tensor], No
             )
 
     return visit
+
+
+def whole_numbers(file: Path, name: str, dtype: object) -> QuantizeError:
+    """The error for integers where a model wants weights."""
+    return QuantizeError(f"{file}: {name} holds whole numbers ({dtype}), not weights; fetch the checkpoint again")
 
 
 def one_line(failure: Exception) -> str:

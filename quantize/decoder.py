@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from quantize.checkpoint import Checkpoint, one_line
+from quantize.checkpoint import Checkpoint, one_line, whole_numbers
 from quantize.errors import QuantizeError
 
 
@@ -51,7 +51,10 @@ def open_decoder(checkpoint: Checkpoint) -> Decoder:
         config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=weights_dtype(checkpoint), trust_remote_code=False)
-    except (ValueError, KeyError, OSError, ImportError, AttributeError, TypeError, RuntimeError) as failure:
+    except QuantizeError:
+        raise
+    except Exception as failure:
+        # transformers raises what comes up in the architecture's own code: ValueError, ZeroDivisionError, ...
         raise QuantizeError(
             f"{checkpoint.path}: transformers cannot build this model ({one_line(failure)[:300]})"
         ) from None
@@ -138,6 +141,8 @@ def refuse_missing_tensors(decoder: Decoder, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.path}: {name} is {checkpoint.shape(name)}, "
                 f"but config.json calls for {tuple(parameter.shape)}"
             )
+        if checkpoint.dtype(name).startswith(("I", "U", "BOOL")):
+            raise whole_numbers(checkpoint.files[name], name, checkpoint.dtype(name))
 
 
 def load_module(decoder: Decoder, module: nn.Module, prefix: str, checkpoint: Checkpoint, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
 
-from quantize.checkpoint import Checkpoint, one_line
+from quantize.checkpoint import Checkpoint, one_line, whole_numbers
 from quantize.errors import QuantizeError
 from quantize.formats.compressed_tensors import PACKED, PLAIN, schemes_of, stored_names, unpack_weight
 from quantize.linear import QuantizedLinear
@@ -171,6 +171,8 @@ def _assign_others(model: PreTrainedModel, tensors: _Tensors, device: torch.devi
         stored = tensors.read(name)
         if place.shape != stored.shape:
             raise _misshapen(tensors.files[name], name, stored.shape, place.shape)
+        if place.is_floating_point() and not stored.is_floating_point():
+            raise whole_numbers(tensors.files[name], name, stored.dtype)
         value = torch.empty(stored.shape, dtype=place.dtype, device=device).copy_(stored)
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if leaf in owner._parameters else value)
 

@@ -4,10 +4,11 @@ Two runs on the same input write the same manifest, save the fields called `seco
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from quantize.atomic import write_atomically
 from quantize.checkpoint import read_json
@@ -70,6 +71,20 @@ class Manifest:
         names = {entry.name for entry in fields(cls)}
         if content.get("schema") != 1 or set(content) != names:
             raise QuantizeError(f"{Path(folder) / MANIFEST}: written by another version; quantize again")
-        content["modules"] = tuple(ModuleRecord(**module) for module in content["modules"])
-        content["notes"] = tuple(content["notes"])
-        return cls(**content)
+        try:
+            modules = tuple(ModuleRecord(**module) for module in content["modules"])
+            manifest = cls(**{**content, "modules": modules, "notes": tuple(content["notes"])})
+            wrong = next((name for record in [manifest, *modules] for name in _misfits(record)), None)
+        except TypeError:
+            wrong = "modules"
+        if wrong is not None or not modules:
+            raise QuantizeError(f"{Path(folder) / MANIFEST}: {wrong or 'modules'} is damaged; quantize again")
+        return manifest
+
+
+def _misfits(record: object) -> Iterator[str]:
+    """The fields of which the value is not of the type that the class gives them."""
+    for name, hint in get_type_hints(type(record)).items():
+        allowed = tuple(get_origin(kind) or kind for kind in (get_args(hint) if type(hint) is UnionType else (hint,)))
+        if not isinstance(getattr(record, name), (*allowed, int) if float in allowed else allowed):
+            yield name

@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantize.checkpoint import Checkpoint, refuse_nonfinite
+from quantize.decoder import open_decoder
 from quantize.errors import QuantizeError
+from quantize.load import load_model
 
 
 @pytest.fixture
@@ -129,3 +131,49 @@ def test_tensors_come_one_by_one(spelling_llama):
     assert checkpoint.shape("model.embed_tokens.weight") == (96, 64)
     with pytest.raises(QuantizeError, match="has no tensor x"):
         checkpoint.tensor("x")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", b"[" * 100_000),
+        ("config.json", b'{"quantization_config": "int8"}'),
+        ("config.json", b'{"quantization_config": [1]}'),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 5}}'),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "\\u0000"}}'),
+    ],
+)
+def test_a_damaged_settings_file_is_named_when_opening(copied, file, content):
+    (copied / file).write_bytes(content)
+    with pytest.raises(QuantizeError, match=file) as caught:
+        Checkpoint.open(copied, quantized_ok=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_chat_template_that_is_no_text_is_named(copied):
+    (copied / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(QuantizeError, match=r"chat_template\.jinja: not UTF-8"):
+        Checkpoint.open(copied).chat_template_digest()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_attention_heads": 0}, {"hidden_size": 63}, {"num_hidden_layers": "3"}, {"model_type": 5}],
+)
+def test_a_config_that_makes_no_model_is_one_line(copied, settings):
+    config = json.loads((copied / "config.json").read_text()) | settings
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QuantizeError, match="copy") as caught:
+        open_decoder(Checkpoint.open(copied))
+    assert "\n" not in str(caught.value)
+
+
+def test_whole_numbers_are_not_taken_for_weights(copied):
+    tensors = load_file(copied / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(QuantizeError, match=f"{name} holds whole numbers"):
+        open_decoder(Checkpoint.open(copied))
+    with pytest.raises(QuantizeError, match=f"{name} holds whole numbers"):
+        load_model(copied)
