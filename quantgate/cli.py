@@ -9,7 +9,9 @@ from quantgate.commands.decide import register_decision_commands
 from quantgate.commands.measure import register_measuring_commands
 from quantgate.commands.prepare import register_preparing_commands
 from quantgate.commands.release import release_app
-from quantgate.errors import explained_errors, operating_system_errors_explained
+from quantgate.errors import explained_errors, operating_system_errors_explained, refuse_what_is_no_text
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="quantgate",
@@ -31,11 +33,15 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
+        refuse_what_is_no_text(sys.argv[1:])
         with operating_system_errors_explained():
             app()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        # Typer turns Ctrl-C into this exit code itself, and says nothing.
+        if isinstance(end, SystemExit) and end.code != INTERRUPTED:
+            raise
         sys.stderr.write("\ninterrupted: run the same command again to go on\n")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -6,7 +6,7 @@ command line can tell a mistake that was explained (one line) from a defect of o
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 OF_A_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENOENT, errno.ENXIO)
@@ -27,6 +27,17 @@ def explained_errors() -> tuple[type[Exception], ...]:
     from tasks.errors import TaskError
 
     return (FrontDoorError, QuantizeError, TaskError, EvalError, RegistryError)
+
+
+def refuse_what_is_no_text(arguments: Sequence[str]) -> None:
+    """Arguments end up in JSON documents and databases, which hold text only.
+
+    Raises:
+        FrontDoorError: naming the first argument with bytes that are not UTF-8.
+    """
+    for argument in arguments:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            raise FrontDoorError(f"the argument {argument!r} is not UTF-8 text: rename it")
 
 
 @contextmanager

@@ -172,6 +172,23 @@ def test_a_full_disk(quantgate, tiny_checkpoint: Path, tmp_path: Path, monkeypat
     assert not (tmp_path / "q").exists()
 
 
+def test_an_argument_that_is_no_text(quantgate) -> None:
+    is_one_line(quantgate("release", "submit", "v", "--name", "\udcff", "--as", "ada"), "'\\udcff'", "not UTF-8")
+    is_one_line(quantgate("eval", "\udcff"), "not UTF-8")
+
+
+def test_an_interrupted_command_says_how_to_go_on(quantgate, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantgate import doctor
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", interrupt)
+    outcome = quantgate("doctor")
+    assert (outcome.code, outcome.out) == (130, "")
+    assert "run the same command again" in outcome.err
+
+
 def test_usage_errors_leave_with_2(quantgate) -> None:
     assert quantgate("quantize").code == 2
     assert quantgate("nonsense").code == 2
