@@ -7,9 +7,11 @@ within a few seconds, never a minute of retries.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +65,19 @@ def client() -> MlflowClient:
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
         raise RegistryError(f"MLflow store {uri}: cannot be written; run elsewhere or set MLFLOW_TRACKING_URI")
     with speaking_to_store():
+        if path is not None and not path.exists():
+            _create_whole(path)
         return MlflowClient(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
+
+
+def _create_whole(path: Path) -> None:
+    """Make the SQLite store beside its place, then link it there: MLflow never finishes a store that a full disk or a
+    kill left half made. Of two processes at once, one's store stays."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+        made = Path(scratch) / path.name
+        MlflowClient(tracking_uri=f"sqlite:///{made}").search_experiments(max_results=1)
+        with contextlib.suppress(FileExistsError):
+            os.link(made, path)
 
 
 def check_store() -> None:

@@ -209,6 +209,22 @@ def silent_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
+def test_a_store_whose_making_was_interrupted_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
+
+    def interrupted(self: MlflowClient, **_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(MlflowClient, "search_experiments", interrupted)
+        with pytest.raises(RegistryError, match="No space left"):
+            check_store()
+    assert list(tmp_path.iterdir()) == []
+    check_store()
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_server_that_does_not_answer_is_one_line_within_seconds(
     silent_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
