@@ -7,7 +7,7 @@ is no longer there, and it is told who was first. MLflow shows the state, but ne
 
 from __future__ import annotations
 
-import os
+import getpass
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -296,10 +296,15 @@ def _default_name(path: Path) -> str:
 
 
 def _actor(actor: str | None) -> str:
-    who = (actor or os.environ.get("USER") or "").strip()
-    if not who:
-        raise RegistryError("who acts is not known; name an actor")
-    return who
+    """Who acts: the name given, else the login name."""
+    if actor is None:
+        try:
+            actor = getpass.getuser()
+        except (OSError, KeyError):
+            actor = ""
+    if not actor.strip():
+        raise RegistryError("who acts is not known; name an actor (--as NAME)")
+    return actor.strip()
 
 
 def _now() -> str:
