@@ -88,6 +88,7 @@ def quiet() -> Iterator[None]:
             mock.patch("lm_eval.api.task.tqdm", _no_bar),
             mock.patch("lm_eval.api.model.tqdm", _no_bar),
             mock.patch("lm_eval.evaluator.add_env_info", return_value=None),
+            mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None),
         ):
             yield
     finally:
