@@ -102,7 +102,6 @@ class Request:
     last_token: float | None = None
     finish_reason: str | None = None
     error: str | None = None
-    stop_text_end: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
