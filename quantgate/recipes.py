@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from quantgate.errors import FrontDoorError
+from quantize.method import METHODS
 from quantize.recipe import Recipe
 from tasks.yaml_file import read_yaml_mapping
 
@@ -20,5 +21,5 @@ def recipe_from_options(path: Path | None, options: dict[str, Any]) -> Recipe:
         _, mapping = read_yaml_mapping(path, FrontDoorError)
     mapping |= {key: value for key, value in options.items() if value is not None}
     if "method" not in mapping:
-        raise FrontDoorError("no method given: add --method int8, int4, awq or gptq, or --recipe FILE.yaml")
+        raise FrontDoorError(f"no method given: add --method ({', '.join(METHODS)}) or --recipe FILE.yaml")
     return Recipe.from_mapping(mapping, where=str(path) if path else "options")

@@ -47,8 +47,11 @@ class InputRecorder:
     so is which linear comes last, where a pass that is run only for its inputs can stop.
     """
 
-    def __init__(self, linears: Mapping[str, nn.Linear]) -> None:
+    def __init__(self, linears: Mapping[str, nn.Linear], sampled_every: int | None = None) -> None:
+        """sampled_every: also keep one in so many tokens."""
         self._linears = dict(linears)
+        self._sampled_every = sampled_every
+        self._samples: dict[str, list[torch.Tensor]] = {}
         self.leader: dict[str, str] = {}
         self._grams: dict[str, Gram] = {}
         self._seen: list[tuple[str, torch.Tensor]] = []
@@ -76,6 +79,11 @@ class InputRecorder:
         matrices = {name: gram.matrix() for name, gram in self._grams.items()}
         return {name: matrices[leader] for name, leader in self.leader.items()}
 
+    def samples(self) -> dict[str, torch.Tensor]:
+        """The kept tokens per linear, float32 [T, K], shared as the grams are; empty when none were to be kept."""
+        tokens = {name: torch.cat(rows) for name, rows in self._samples.items()}
+        return {name: tokens[leader] for name, leader in self.leader.items() if leader in tokens}
+
     def _hook(self, name: str, only_inputs: bool) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def record(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             activations = args[0]
@@ -86,6 +94,10 @@ class InputRecorder:
             if self.leader[name] == name:
                 if name not in self._grams:
                     self._grams[name] = Gram(activations.shape[-1], activations.device)
+                if self._sampled_every is not None:
+                    rows = activations.reshape(-1, activations.shape[-1])
+                    skipped = -self._grams[name].tokens % self._sampled_every
+                    self._samples.setdefault(name, []).append(rows[skipped :: self._sampled_every].float())
                 self._grams[name].add(activations)
             if only_inputs and name == self._last:
                 raise InputsKnown

@@ -6,18 +6,22 @@ statistics, and measures what came out in the same terms for all of them.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from quantize.gram import relative_output_error, relative_weight_error
 from quantize.manifest import ModuleRecord
-from quantize.methods.awq import Consumer, clip_and_round, search_scale
+from quantize.method import AWQ, CLIPPED, GPTQ, Method
+from quantize.methods.awq import clip_and_round, search_scale
+from quantize.methods.consumer import Consumer
 from quantize.methods.fusion import ROWS, Fusion
 from quantize.methods.gptq import gptq
+from quantize.methods.search import search_grid
+from quantize.methods.smoothquant import search_strength
 from quantize.recipe import Recipe
-from quantize.scheme import QuantizedWeight, Scheme, dequantize, quantize_rtn
+from quantize.scheme import QuantizedWeight, Scheme, dequantize, quantize_rtn, round_to_grid
 
 
 @dataclass(frozen=True)
@@ -51,77 +55,50 @@ class QuantizedModule:
 
 
 def round_module(weight: torch.Tensor, scheme: Scheme, fallback: str | None = None) -> QuantizedModule:
-    """A linear rounded to nearest, without any calibration."""
+    """A linear rounded to nearest without any calibration, on the grid of least squared error."""
     begin = time.perf_counter()
-    quantized = quantize_rtn(weight, scheme)
-    error = relative_weight_error(weight.float(), dequantize(quantized, torch.float32))
-    return QuantizedModule(quantized, error, "weights", time.perf_counter() - begin, fallback)
+    exact = weight.float()
+    grid, clipped = search_grid(exact, torch.ones(exact.shape[1], device=exact.device), scheme, weight.dtype)
+    quantized = round_to_grid(exact, grid)
+    error = relative_weight_error(exact, dequantize(quantized, torch.float32))
+    seconds = time.perf_counter() - begin
+    return QuantizedModule(quantized, error, "weights", seconds, fallback, clipped_scales=int(clipped.sum()))
 
 
-def gptq_layer(
-    layer: nn.Module, schemes: Mapping[str, Scheme], grams: Mapping[str, torch.Tensor], recipe: Recipe
-) -> dict[str, QuantizedModule]:
-    """The linears of a layer by their names in it. Those with one input and one scheme go through GPTQ as one tall
-    matrix, since columns only compensate within their own row."""
-    results: dict[str, QuantizedModule] = {}
-    batches: dict[tuple[int, Scheme, torch.dtype], list[str]] = {}
-    for name, scheme in schemes.items():
-        weight = linear(layer, name).weight
-        if name not in grams:
-            results[name] = round_module(weight, scheme, "round to nearest: no calibration input reached it")
-            continue
-        batches.setdefault((id(grams[name]), scheme, weight.dtype), []).append(name)
-    for (_gram, scheme, dtype), names in batches.items():
-        begin = time.perf_counter()
-        weights = [linear(layer, name).weight.float() for name in names]
-        gram = grams[names[0]]
-        outcome = gptq(torch.cat(weights), gram, scheme, dtype, recipe.damp, recipe.act_order)
-        seconds = (time.perf_counter() - begin) / len(names)
-        start = 0
-        for name, weight in zip(names, weights, strict=True):
-            rows = slice(start, start + weight.shape[0])
-            start = rows.stop
-            quantized = take_rows(outcome.quantized, rows)
-            results[name] = QuantizedModule(
-                quantized,
-                relative_output_error(weight, dequantize(quantized, torch.float32), gram),
-                "outputs",
-                seconds,
-                outcome.fallback,
-                outcome.dead_columns,
-                int(outcome.clipped[rows].sum()),
-            )
-    return results
-
-
-def awq_layer(
-    layer: nn.Module, schemes: Mapping[str, Scheme], grams: Mapping[str, torch.Tensor], fusions: tuple[Fusion, ...]
+def quantize_layer(
+    layer: nn.Module,
+    schemes: Mapping[str, Scheme],
+    grams: Mapping[str, torch.Tensor],
+    samples: Mapping[str, torch.Tensor],
+    fusions: tuple[Fusion, ...],
+    recipe: Recipe,
 ) -> tuple[dict[str, QuantizedModule], dict[str, torch.Tensor]]:
-    """The linears of a layer by their names in it, and the other tensors that took the inverse scales (norms,
-    biases)."""
+    """The linears of a layer by their names in it, and the other tensors that took the inverse scales (norms, biases).
+
+    `grams` [K, K] and `samples` [T, K] are what calibration saw at each linear; those with one input share the very
+    same tensor.
+    """
     before = dict(layer.named_parameters())
-    weights = {name: linear(layer, name).weight.float().clone() for name in schemes}
-    dtypes = {name: linear(layer, name).weight.dtype for name in schemes}
-    grams = dict(grams)
-    seconds = dict.fromkeys(schemes, 0.0)
+    work = LayerWork(
+        layer,
+        schemes,
+        {name: linear(layer, name).weight.float().clone() for name in schemes},
+        {name: linear(layer, name).weight.dtype for name in schemes},
+        dict(grams),
+        dict(samples),
+    )
     for fusion in fusions:
         begin = time.perf_counter()
-        scale_inputs(layer, fusion, weights, schemes, grams, dtypes)
+        scale_inputs(work, fusion, recipe.plan)
         for name in fusion.consumers:
-            seconds[name] = seconds.get(name, 0.0) + (time.perf_counter() - begin) / len(fusion.consumers)
-    results = {}
-    for name, scheme in schemes.items():
-        if name not in grams:
-            results[name] = round_module(
-                weights[name].to(dtypes[name]), scheme, "round to nearest: no calibration input"
-            )
-            continue
-        begin = time.perf_counter()
-        quantized, clipped = clip_and_round(weights[name], grams[name], scheme, dtypes[name])
-        error = relative_output_error(weights[name], dequantize(quantized, torch.float32), grams[name])
-        dead = int((grams[name].diagonal() == 0).sum())
-        spent = seconds[name] + time.perf_counter() - begin
-        results[name] = QuantizedModule(quantized, error, "outputs", spent, None, dead, clipped)
+            work.spend(name, (time.perf_counter() - begin) / len(fusion.consumers))
+    unseen = [name for name in schemes if name not in work.grams]
+    results = {name: round_unseen(work, name) for name in unseen}
+    if recipe.plan.rounding == GPTQ:
+        results |= gptq_linears(work, recipe)
+    else:
+        clip = recipe.plan.rounding == CLIPPED
+        results |= {name: round_seen(work, name, clip) for name in schemes if name in work.grams}
     changed = {
         name: parameter.data
         for name, parameter in layer.named_parameters()
@@ -130,27 +107,99 @@ def awq_layer(
     return results, changed
 
 
-def scale_inputs(
-    layer: nn.Module,
-    fusion: Fusion,
-    weights: dict[str, torch.Tensor],
-    schemes: Mapping[str, Scheme],
-    grams: dict[str, torch.Tensor],
-    dtypes: Mapping[str, torch.dtype],
-) -> None:
-    """One AWQ scale: found, moved in `weights` and in the layer's norm, and the inputs' moments brought along. Left
-    alone when a linear concerned keeps its weights: their dtype could not take the scale without rounding."""
+@dataclass(frozen=True)
+class LayerWork:
+    """A layer while scales move through it: `weights` float32 [N, K] and what comes in, by linear. `dtypes` are those
+    of the weights in the checkpoint, which the stored scales take."""
+
+    layer: nn.Module
+    schemes: Mapping[str, Scheme]
+    weights: dict[str, torch.Tensor]
+    dtypes: Mapping[str, torch.dtype]
+    grams: dict[str, torch.Tensor]
+    samples: dict[str, torch.Tensor]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def spend(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+def scale_inputs(work: LayerWork, fusion: Fusion, plan: Method) -> None:
+    """One scale: found, moved in the weights and in the layer's norm, and the inputs brought along. Left alone when a
+    linear concerned keeps its weights: their dtype could not take the scale without rounding."""
     concerned = (*fusion.consumers, *((fusion.source,) if fusion.how == ROWS else ()))
-    if not all(name in schemes for name in concerned) or fusion.consumers[0] not in grams:
+    leader = fusion.consumers[0]
+    if not all(name in work.schemes for name in concerned) or leader not in work.grams:
         return
-    gram = grams[fusion.consumers[0]]
-    consumers = [Consumer(weights[name], schemes[name]) for name in fusion.consumers]
-    activity = fusion.pooled(gram.diagonal()).sqrt()
-    scale = search_scale(consumers, gram, activity, fusion.channel, dtypes[fusion.consumers[0]])
-    moved = fusion.apply(layer, scale, weights.__getitem__)[fusion.channel]
-    scaled = gram / (moved[:, None] * moved[None, :])
+    gram = work.grams[leader]
+    consumers = [Consumer(work.weights[name], work.schemes[name]) for name in fusion.consumers]
+    if plan.scaling == AWQ:
+        activity = fusion.pooled(gram.diagonal()).sqrt()
+        scale = search_scale(consumers, gram, activity, fusion.channel, work.dtypes[leader])
+    else:
+        scale = search_strength(consumers, work.samples[leader], fusion.channel, work.dtypes[leader])
+    moved = fusion.apply(work.layer, scale, work.weights.__getitem__)[fusion.channel]
+    gram = gram / (moved[:, None] * moved[None, :])
+    samples = work.samples[leader] / moved if leader in work.samples else None
     for name in fusion.consumers:
-        grams[name] = scaled
+        work.grams[name] = gram
+        if samples is not None:
+            work.samples[name] = samples
+
+
+def round_unseen(work: LayerWork, name: str) -> QuantizedModule:
+    return round_module(
+        work.weights[name].to(work.dtypes[name]),
+        work.schemes[name],
+        "round to nearest: no calibration input reached it",
+    )
+
+
+def round_seen(work: LayerWork, name: str, clip: bool) -> QuantizedModule:
+    """A linear rounded column by column on its own, its groups' ranges cut for the least output error if `clip`."""
+    begin = time.perf_counter()
+    weight, gram, scheme, dtype = work.weights[name], work.grams[name], work.schemes[name], work.dtypes[name]
+    quantized, clipped = (
+        clip_and_round(weight, gram, scheme, dtype) if clip else (quantize_rtn(weight, scheme, dtype), 0)
+    )
+    error = relative_output_error(weight, dequantize(quantized, torch.float32), gram)
+    dead = int((gram.diagonal() == 0).sum())
+    work.spend(name, time.perf_counter() - begin)
+    return QuantizedModule(quantized, error, "outputs", work.seconds[name], None, dead, clipped)
+
+
+def gptq_linears(work: LayerWork, recipe: Recipe) -> dict[str, QuantizedModule]:
+    """Linears with one input and one scheme go through GPTQ as one tall matrix, since columns only compensate within
+    their own row."""
+    batches: dict[tuple[int, Scheme, torch.dtype], list[str]] = {}
+    for name, scheme in work.schemes.items():
+        if name in work.grams:
+            batches.setdefault((id(work.grams[name]), scheme, work.dtypes[name]), []).append(name)
+    results: dict[str, QuantizedModule] = {}
+    for (_gram, scheme, dtype), names in batches.items():
+        begin = time.perf_counter()
+        gram = work.grams[names[0]]
+        outcome = gptq(
+            torch.cat([work.weights[name] for name in names]), gram, scheme, dtype, recipe.damp, recipe.act_order
+        )
+        seconds = (time.perf_counter() - begin) / len(names)
+        start = 0
+        for name in names:
+            weight = work.weights[name]
+            rows = slice(start, start + weight.shape[0])
+            start = rows.stop
+            quantized = take_rows(outcome.quantized, rows)
+            work.spend(name, seconds)
+            results[name] = QuantizedModule(
+                quantized,
+                relative_output_error(weight, dequantize(quantized, torch.float32), gram),
+                "outputs",
+                work.seconds[name],
+                outcome.fallback,
+                outcome.dead_columns,
+                int(outcome.clipped[rows].sum()),
+            )
+    return results
 
 
 def linear(layer: nn.Module, name: str) -> nn.Linear:

@@ -28,8 +28,9 @@ from quantize.errors import QuantizeError
 from quantize.formats.compressed_tensors import pack_weight, quantization_config, unpack_weight
 from quantize.gram import InputRecorder
 from quantize.journal import Entry, Journal, file_digest
-from quantize.layer import QuantizedModule, awq_layer, gptq_layer, round_module
+from quantize.layer import QuantizedModule, quantize_layer, round_module
 from quantize.manifest import MANIFEST, Manifest, ModuleRecord
+from quantize.method import SMOOTHQUANT
 from quantize.methods.fusion import Fusion, find_fusions
 from quantize.progress import Progress, silent
 from quantize.recipe import Recipe
@@ -43,7 +44,7 @@ COPIED = ("*.jinja", "generation_config.json", "tokenizer*", "special_tokens_map
 weights."""
 
 
-REVISION = 2
+REVISION = 3
 """Raised whenever a change of the code gives other bytes for the same recipe, so that old work is not continued."""
 
 
@@ -95,7 +96,7 @@ def quantize_checkpoint(
     steps = len(decoder.layers) + 1
     tell("checking the source", 0, steps)
     source_digest = checkpoint.weights_digest(refuse_nonfinite(checkpoint))
-    text = calibrate(checkpoint, recipe, calibration) if recipe.is_calibrated else None
+    text = calibrate(checkpoint, recipe, calibration) if recipe.plan.is_calibrated else None
     identity = fingerprint(checkpoint, recipe, text, place, source_digest)
     finished = finished_before(Path(out), identity)
     if finished is not None:
@@ -180,7 +181,7 @@ def finish_layer(work: Work, index: int) -> tuple[dict[str, torch.Tensor], tuple
     """The tensors of one layer as they are stored, by full name, and the records of its quantized linears."""
     prefix = work.decoder.layer_prefix(index)
     schemes = {name.removeprefix(prefix): scheme for name, scheme in work.targets.in_layer(prefix).items()}
-    if work.recipe.is_calibrated:
+    if work.recipe.plan.is_calibrated:
         results, changed = calibrated_layer(work, index, schemes)
     else:
         weights = {name: work.checkpoint.tensor(f"{prefix}{name}.weight").to(work.device) for name in schemes}
@@ -201,37 +202,37 @@ def finish_layer(work: Work, index: int) -> tuple[dict[str, torch.Tensor], tuple
 def calibrated_layer(
     work: Work, index: int, schemes: Mapping[str, Scheme]
 ) -> tuple[dict[str, QuantizedModule], dict[str, torch.Tensor]]:
-    """One layer through awq or gptq, and the walk's states past it.
+    """One layer through a method that looks at its inputs, and the walk's states past it.
 
-    gptq sees the states that quantized layers produce, and its own quantized weights produce the next ones. awq, as in
-    its paper, sees the states of the original model: it compensates nothing, so one pass per layer is enough.
+    A sequential method sees the states that quantized layers produce, and its own quantized weights produce the next
+    ones. The others, as in their papers, see the states of the original model: they compensate nothing, so one pass per
+    layer is enough.
     """
-    walk = started_walk(work)
+    walk, plan = started_walk(work), work.recipe.plan
     layer = work.decoder.layers[index]
     load_module(work.decoder, layer, work.decoder.layer_prefix(index), work.checkpoint, work.device)
-    recorder = InputRecorder(linears_of(layer))
-    changed: dict[str, torch.Tensor] = {}
+    recorder = InputRecorder(linears_of(layer), walk.sampled_every if plan.scaling == SMOOTHQUANT else None)
     try:
-        if work.recipe.method == "awq":
-            fusions = proved_fusions(work, walk, index, layer)
-            walk.advance(index, layer, recorder)
-            with torch.inference_mode():
-                results, changed = awq_layer(layer, schemes, recorder.grams(), fusions)
-        else:
+        fusions = proved_fusions(work, walk, index, layer) if plan.scaling else ()
+        if plan.is_sequential:
             walk.observe(index, layer, recorder)
-            with torch.inference_mode():
-                results = gptq_layer(layer, schemes, recorder.grams(), work.recipe)
-            if index + 1 < len(work.decoder.layers):
-                for name, result in results.items():
-                    put_weight(layer, name, dequantize(result.quantized))
-                walk.advance(index, layer)
+        else:
+            walk.advance(index, layer, recorder)
+        with torch.inference_mode():
+            results, changed = quantize_layer(
+                layer, schemes, recorder.grams(), recorder.samples(), fusions, work.recipe
+            )
+        if plan.is_sequential and index + 1 < len(work.decoder.layers):
+            for name, result in results.items():
+                put_weight(layer, name, dequantize(result.quantized))
+            walk.advance(index, layer)
     finally:
         layer.to("meta")
     return results, changed
 
 
 def proved_fusions(work: Work, walk: Walk, index: int, layer: nn.Module) -> tuple[Fusion, ...]:
-    """Where awq may move scales: proved on the first layer, in float32, for all of them."""
+    """Where scales may be moved: proved on the first layer, in float32, for all of them."""
     if work.fusions is None:
         exact, probe = float32_copy(layer), walk.probe.float()
         recorder = InputRecorder(linears_of(exact))
@@ -255,26 +256,38 @@ def put_weight(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
 
 def replay_layer(work: Work, index: int, entry: Entry, needed: bool) -> None:
     """Brings the states past a layer that an earlier run finished, with the very weights that it continued with."""
-    if not needed or not work.recipe.is_calibrated:
+    if not needed or not work.recipe.plan.is_calibrated:
         return
     walk = started_walk(work)
     layer = work.decoder.layers[index]
     prefix = work.decoder.layer_prefix(index)
     load_module(work.decoder, layer, prefix, work.checkpoint, work.device)
-    if work.recipe.method == "gptq":
-        stored = load_file(work.folder / entry.file)
-        for record in entry.modules:
-            own = {
-                name.removeprefix(f"{record.name}."): tensor
-                for name, tensor in stored.items()
-                if name.startswith(f"{record.name}.")
-            }
-            quantized = unpack_weight(own, work.targets.schemes[record.name])
-            put_weight(layer, record.name.removeprefix(prefix), dequantize(quantized).to(work.device))
-    else:
+    if work.recipe.plan.scaling:
         proved_fusions(work, walk, index, layer)
+    if work.recipe.plan.is_sequential:
+        put_stored_layer(work, layer, prefix, entry)
     walk.advance(index, layer)
     layer.to("meta")
+
+
+def put_stored_layer(work: Work, layer: nn.Module, prefix: str, entry: Entry) -> None:
+    """What was stored of a layer in the place of what it came from: the quantized linears, and what took their
+    scales."""
+    stored = load_file(work.folder / entry.file)
+    for record in entry.modules:
+        own = {
+            name.removeprefix(f"{record.name}."): tensor
+            for name, tensor in stored.items()
+            if name.startswith(f"{record.name}.")
+        }
+        quantized = unpack_weight(own, work.targets.schemes[record.name])
+        put_weight(layer, record.name.removeprefix(prefix), dequantize(quantized).to(work.device))
+    quantized_weights = {f"{record.name}.weight" for record in entry.modules}
+    for name, _ in list(layer.named_parameters()):
+        if prefix + name in stored.keys() - quantized_weights:
+            owner, _, leaf = name.rpartition(".")
+            tensor = stored[prefix + name].to(work.device)
+            layer.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
 
 
 def finish_rest(work: Work) -> tuple[dict[str, torch.Tensor], tuple[ModuleRecord, ...]]:
@@ -288,7 +301,7 @@ def finish_rest(work: Work) -> tuple[dict[str, torch.Tensor], tuple[ModuleRecord
         weight = tensors.pop(f"{name}.weight", None)
         if weight is None:
             weight = work.checkpoint.tensor(work.targets.tied_to)
-        fallback = "round to nearest: outside the decoder layers" if work.recipe.is_calibrated else None
+        fallback = "round to nearest: outside the decoder layers" if work.recipe.plan.is_calibrated else None
         result = round_module(weight, scheme, fallback)
         stored = pack_weight(name, result.quantized)
         tensors.update(stored)

@@ -10,13 +10,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from quantize.errors import QuantizeError
+from quantize.method import METHODS, Method
 from quantize.scheme import PER_CHANNEL, Scheme
 
-METHODS = {"int8": (8,), "int4": (4,), "awq": (4,), "gptq": (3, 4, 8)}
-"""Each method and the widths it is made for; the plain name's default width comes first, save gptq's 4."""
-
-DEFAULT_BITS = {"int8": 8, "int4": 4, "awq": 4, "gptq": 4}
-CALIBRATED = ("awq", "gptq")
 FORMATS = ("compressed-tensors",)
 AUTO_GROUP_SIZES = (128, 64, 32)
 
@@ -34,9 +30,9 @@ class Override:
 
 @dataclass(frozen=True)
 class Recipe:
-    """bits defaults by method; group_size None means per channel at 8 bits, else 128 where it divides every target,
-    else 64, else 32. samples windows of sequence_length tokens calibrate awq and gptq. damp is the share of the
-    Hessian's mean diagonal that gptq adds first; seed is that of awq's proof of where scales may go.
+    """bits and activations default by method; group_size None means per channel at 8 bits, else 128 where it divides
+    every target, else 64, else 32. samples windows of sequence_length tokens calibrate the methods that need it. damp
+    is the share of the Hessian's mean diagonal that gptq adds first; seed is that of the proof of where scales may go.
 
     Symmetric is the default for every method because it loads everywhere: some versions of SGLang and vLLM take
     compressed-tensors of 4 bits only so, and asymmetric weights cannot go out as GPTQ at all. Zero points buy accuracy
@@ -60,7 +56,9 @@ class Recipe:
     def __post_init__(self) -> None:
         check(self, "recipe")
         if self.bits is None:
-            object.__setattr__(self, "bits", DEFAULT_BITS[self.method])
+            object.__setattr__(self, "bits", self.plan.bits[0])
+        if self.activations is None:
+            object.__setattr__(self, "activations", self.plan.activations)
         check_combination(self, "recipe")
 
     @classmethod
@@ -98,8 +96,8 @@ class Recipe:
         return mapping
 
     @property
-    def is_calibrated(self) -> bool:
-        return self.method in CALIBRATED
+    def plan(self) -> Method:
+        return METHODS[self.method]
 
     def skips(self, name: str) -> bool:
         """Whether the module keeps its weights: ignored, or skipped by its first matching override."""
@@ -120,7 +118,7 @@ class Recipe:
         group_size = override.group_size if override.group_size is not None else self.group_size
         if group_size is None:
             group_size = PER_CHANNEL if bits == 8 else auto_group_size
-        return Scheme(bits, group_size, symmetric, self.activations)
+        return Scheme(bits, group_size, symmetric, self.activations if bits == 8 else None)
 
 
 def check(recipe: Recipe, where: str) -> None:
@@ -131,8 +129,8 @@ def check(recipe: Recipe, where: str) -> None:
         value = getattr(recipe, name)
         if not is_int(value) or value < low:
             raise QuantizeError(f"{where}: {name}: {value!r} is not a whole number of at least {low}")
-    if recipe.bits is not None and (not is_int(recipe.bits) or recipe.bits not in METHODS[recipe.method]):
-        allowed = " or ".join(str(bits) for bits in METHODS[recipe.method])
+    if recipe.bits is not None and (not is_int(recipe.bits) or recipe.bits not in recipe.plan.bits):
+        allowed = " or ".join(str(bits) for bits in recipe.plan.bits)
         raise QuantizeError(f"{where}: bits: {recipe.method} takes {allowed}, not {recipe.bits!r}")
     check_group_size(recipe.group_size, f"{where}: group_size")
     for name in ("symmetric", "act_order"):
@@ -149,7 +147,7 @@ def check(recipe: Recipe, where: str) -> None:
 def check_combination(recipe: Recipe, where: str) -> None:
     """What the fields must be together, once the defaults are in place."""
     if recipe.activations == "int8" and not (recipe.bits == 8 and recipe.symmetric):
-        raise QuantizeError(f"{where}: activations: int8 activations need symmetric 8-bit weights (method int8)")
+        raise QuantizeError(f"{where}: activations: int8 activations need symmetric 8-bit weights")
     if recipe.activations == "int8" and recipe.group_size not in (None, PER_CHANNEL):
         raise QuantizeError(f"{where}: group_size: int8 activations need one scale per output channel (-1)")
 

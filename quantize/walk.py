@@ -20,6 +20,9 @@ from quantize.gram import InputRecorder, InputsKnown
 
 BATCH_TOKENS = 4096
 PROBE_TOKENS = 32
+SAMPLED_TOKENS = 512
+"""How many tokens are kept, evenly spread over the calibration text, where a method needs tokens and not only their
+second moments."""
 
 
 class WrongReturnType(Exception):
@@ -38,6 +41,7 @@ class Walk:
         self.device = device
         self._returns_tuple = False
         self._arguments: dict[torch.Size, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+        self.sampled_every = max(1, token_ids.numel() // SAMPLED_TOKENS)
         batch = max(1, BATCH_TOKENS // token_ids.shape[1])
         batches = [ids.to(device) for ids in token_ids.split(batch)]
         probe_ids = batches[0][:1, :PROBE_TOKENS]

@@ -41,7 +41,7 @@ def fetch_command(
 def quantize_command(
     checkpoint: CheckpointArgument,
     out: Annotated[Path, typer.Option("--out", help="Folder for the quantized checkpoint.")],
-    method: Annotated[str | None, typer.Option(help="int8, int4, awq or gptq.")] = None,
+    method: Annotated[str | None, typer.Option(help="int8, int4, int3, awq, gptq, awq+gptq, smoothquant, …")] = None,
     bits: Annotated[int | None, typer.Option(help="Bits per weight.")] = None,
     group_size: Annotated[
         int | None,
@@ -54,7 +54,7 @@ def quantize_command(
         typer.Option("--symmetric/--asymmetric", help="Without or with zero points; default: the method's."),
     ] = None,
     activations: Annotated[
-        str | None, typer.Option(help="int8: quantize activations per token too (method int8).")
+        str | None, typer.Option(help="int8: quantize activations per token too (8-bit weights).")
     ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help='JSONL of {"text": ...} or {"messages": [...]}; default: the text that ships.')

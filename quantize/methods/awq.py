@@ -7,11 +7,10 @@ searches minimise the squared error of the linears' outputs over all calibration
 inputs' second moments; the reference code measures it on a sample of tokens instead.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from quantize.gram import output_error
+from quantize.methods.consumer import Consumer
 from quantize.methods.refit import refit_scales
 from quantize.scheme import (
     Grid,
@@ -29,14 +28,6 @@ FINER = (-0.05, 0.05)
 """Ratios tried first, and then around the best of them: the error is smooth in the ratio."""
 
 CUTS = tuple(1.0 - step / 40 for step in range(21))
-
-
-@dataclass(frozen=True)
-class Consumer:
-    """A linear that reads the scaled tensor: its float32 weight [N, K] and its scheme."""
-
-    weight: torch.Tensor
-    scheme: Scheme
 
 
 def search_scale(

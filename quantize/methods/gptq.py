@@ -7,19 +7,21 @@ the grids are fixed beforehand, group by group in the stored order, so that the 
 plainly; once all codes are chosen, the scales are fitted to them (`refit.py`).
 """
 
+import ctypes
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from quantize.methods.refit import refit_scales
-from quantize.scheme import Grid, QuantizedWeight, Scheme, grid_from_range, grouped, round_to_grid
+from quantize.methods.search import search_grid
+from quantize.native_build import load_native
+from quantize.scheme import Grid, QuantizedWeight, Scheme, round_to_grid
 
+SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 128
 LADDER = (1.0, 4.0, 16.0, 64.0)
 """Factors on the damping, climbed until the Cholesky factorization succeeds."""
-
-SHRINKS = tuple(1.0 - step / 50 for step in range(26))
-"""Shares of a group's full range that the search of its grid tries."""
 
 
 @dataclass(frozen=True)
@@ -93,29 +95,6 @@ def nearest(
     return GptqResult(quantized, 0.0, dead_columns, clipped, f"round to nearest: {reason}")
 
 
-def search_grid(
-    weight: torch.Tensor, importance: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype
-) -> tuple[Grid, torch.Tensor]:
-    """Per group, the share of its full range whose grid has the least squared rounding error, inputs weighted by
-    `importance` [K]. Returns the grid and which groups were cut, bool [N, G]."""
-    groups = grouped(weight, scheme)
-    low, high = groups.amin(dim=2), groups.amax(dim=2)
-    weights = importance.reshape(1, groups.shape[1], groups.shape[2])
-    best = torch.full_like(low, float("inf"))
-    share = torch.ones_like(low)
-    for shrink in SHRINKS:
-        grid = grid_from_range(low * shrink, high * shrink, scheme, scale_dtype)
-        scale = grid.scale.float().unsqueeze(2)
-        zero_point = 0.0 if grid.zero_point is None else grid.zero_point.float().unsqueeze(2)
-        rounded = ((groups / scale).round_().add_(zero_point)).clamp_(scheme.lowest, scheme.highest)
-        rounded.sub_(zero_point).mul_(scale).sub_(groups).square_().mul_(weights)
-        error = rounded.sum(dim=2)
-        better = error < best
-        best = torch.where(better, error, best)
-        share = torch.where(better, torch.full_like(share, shrink), share)
-    return grid_from_range(low * share, high * share, scheme, scale_dtype), share < 1.0
-
-
 def inverse_factor(
     gram: torch.Tensor, importance: torch.Tensor, damp: float, order: torch.Tensor
 ) -> torch.Tensor | None:
@@ -132,17 +111,25 @@ def inverse_factor(
 
 
 def compensate(weight: torch.Tensor, upper: torch.Tensor, grid: Grid, order: torch.Tensor) -> torch.Tensor:
-    """The codes int8 [N, K], one thread. Works on the transpose, [K, N] in processing order, so that a column is
-    contiguous; errors are carried to the end of a block at once and to the blocks after it by one product per block."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # thousands of operations of a few microseconds, where waking a second thread costs more
-    try:
+    """The codes int8 [N, K], by native code on a CPU where there is a compiler."""
+    library = load_native(SOURCE) if weight.device.type == "cpu" else None
+    if library is None:
         return compensate_columns(weight, upper, grid, order)
-    finally:
-        torch.set_num_threads(threads)
+    outputs, inputs = weight.shape
+    scale = grid.scale.float().contiguous()
+    zero_point = torch.zeros_like(scale) if grid.zero_point is None else grid.zero_point.float().contiguous()
+    tensors = [weight.contiguous(), upper.T.contiguous(), order.contiguous(), scale, zero_point]
+    codes = torch.empty(outputs, inputs, dtype=torch.int8)
+    sizes = [ctypes.c_int64(size) for size in (outputs, inputs, scale.shape[1])]
+    limits = [ctypes.c_int32(limit) for limit in (grid.scheme.lowest, grid.scheme.highest)]
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in [*tensors, codes]]
+    library.gptq_compensate(*pointers[:-1], *sizes, *limits, pointers[-1])
+    return codes
 
 
 def compensate_columns(weight: torch.Tensor, upper: torch.Tensor, grid: Grid, order: torch.Tensor) -> torch.Tensor:
+    """The codes int8 [N, K]. Works on the transpose, [K, N] in processing order, so that a column is contiguous; errors
+    are carried to the end of a block at once and to the blocks after it by one product per block."""
     outputs, inputs = weight.shape
     lowest, highest = grid.scheme.lowest, grid.scheme.highest
     group_of = order // grid.scheme.group_width(inputs)

@@ -8,9 +8,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GemmaConfig, GPTNeoXConfig, LlamaConfig, OPTConfig, Phi3Config
 
 from quantize.gram import InputRecorder, output_error
-from quantize.layer import awq_layer
-from quantize.methods.awq import Consumer, clip_and_round, scaled_error, search_scale
+from quantize.layer import quantize_layer
+from quantize.methods.awq import clip_and_round, scaled_error, search_scale
+from quantize.methods.consumer import Consumer
 from quantize.methods.fusion import find_fusions
+from quantize.recipe import Recipe
 from quantize.scheme import Scheme, dequantize, quantize_rtn
 
 SMALL = {
@@ -173,7 +175,7 @@ def test_a_layer_is_quantized_with_less_output_error_than_rounding():
     schemes = {name: Scheme(4, 32) for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
     fusions = find_fusions(layer, run, recorder.leader, seed=0)
     rounded, treated = copy.deepcopy(layer), copy.deepcopy(layer)
-    results, changed = awq_layer(treated, schemes, recorder.grams(), fusions)
+    results, changed = quantize_layer(treated, schemes, recorder.grams(), {}, fusions, Recipe("awq"))
     for name in schemes:
         rounded.get_submodule(name).weight.data = dequantize(
             quantize_rtn(rounded.get_submodule(name).weight.data, Scheme(4, 32))
@@ -187,6 +189,6 @@ def test_a_linear_that_keeps_its_weights_is_not_scaled():
     layer, run, recorder = first_layer(model_of(LLAMA))
     fusions = find_fusions(layer, run, recorder.leader, seed=0)
     schemes = {"self_attn.q_proj": Scheme(4, 32), "mlp.down_proj": Scheme(4, 32)}
-    results, changed = awq_layer(layer, schemes, recorder.grams(), fusions)
+    results, changed = quantize_layer(layer, schemes, recorder.grams(), {}, fusions, Recipe("awq"))
     assert set(results) == set(schemes)
     assert changed == {}

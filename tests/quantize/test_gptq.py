@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from quantize.gram import output_error
-from quantize.methods.gptq import gptq, inverse_factor, rounding_costs, search_grid
+from quantize.methods.gptq import compensate, compensate_columns, gptq, inverse_factor, rounding_costs
+from quantize.methods.search import search_grid
 from quantize.scheme import Grid, Scheme, dequantize, quantize_rtn
 
 
@@ -62,6 +63,18 @@ def test_more_columns_than_a_block_are_compensated_across_blocks():
     result = gptq(weight, gram, Scheme(4, 32), torch.float32)
     order = torch.argsort(gram.diagonal(), descending=True, stable=True)
     assert (result.quantized.codes != expected_codes(weight, gram, Scheme(4, 32), order)).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(3, 64, symmetric=False), Scheme(8)], ids=str)
+@pytest.mark.parametrize("outputs", [1, 64, 70])
+def test_native_code_gives_the_codes_of_the_plain_loop(scheme, outputs):
+    weight, gram = problem(2, outputs=outputs, width=320)
+    order = torch.argsort(gram.diagonal(), descending=True, stable=True)
+    upper = inverse_factor(gram, gram.diagonal(), 0.01, order)
+    grid, _ = search_grid(weight, rounding_costs(upper, order), scheme, torch.bfloat16)
+    ours, plain = compensate(weight, upper, grid, order), compensate_columns(weight, upper, grid, order)
+    assert (ours != plain).float().mean() < 0.01
+    assert torch.equal(ours, compensate(weight, upper, grid, order))
 
 
 def test_the_cost_of_a_rounding_error_is_the_remaining_curvature_of_its_column():

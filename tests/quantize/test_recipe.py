@@ -74,7 +74,7 @@ def test_the_first_matching_override_wins_and_leaves_the_rest_alone():
         ({}, "method: missing"),
         ({"method": "magic"}, "method: 'magic' is unknown"),
         ({"method": "int8", "bits": 4}, "bits: int8 takes 8"),
-        ({"method": "gptq", "bits": 5}, "bits: gptq takes 3 or 4 or 8"),
+        ({"method": "gptq", "bits": 5}, "bits: gptq takes 4 or 3 or 8"),
         ({"method": "gptq", "bits": "4"}, "bits:"),
         ({"method": "gptq", "bits": True}, "bits:"),
         ({"method": "gptq", "group_size": 0}, "group_size: 0"),

@@ -1,0 +1,46 @@
+"""The methods by name: what each first does to the inputs of a layer's linears, and how it then rounds their weights.
+
+A plus in a name composes the two: the scaling of one method, the rounding of the other.
+"""
+
+from dataclasses import dataclass
+
+AWQ = "awq"
+SMOOTHQUANT = "smoothquant"
+
+NEAREST = "nearest"
+CLIPPED = "clipped"
+GPTQ = "gptq"
+
+
+@dataclass(frozen=True)
+class Method:
+    """`bits` it is made for, the default first. scaling: AWQ, SMOOTHQUANT or None. rounding: NEAREST, CLIPPED (each
+    group's range cut for the least output error) or GPTQ. activations: what the layer computes with, when the method
+    is made for quantized ones."""
+
+    bits: tuple[int, ...]
+    scaling: str | None = None
+    rounding: str = NEAREST
+    activations: str | None = None
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self.scaling is not None or self.rounding != NEAREST
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether a layer must see what the quantized layers before it put out: gptq compensates for that too."""
+        return self.rounding == GPTQ
+
+
+METHODS = {
+    "int8": Method((8,)),
+    "int4": Method((4,)),
+    "int3": Method((3,)),
+    "awq": Method((4, 3), AWQ, CLIPPED),
+    "gptq": Method((4, 3, 8), None, GPTQ),
+    "awq+gptq": Method((4, 3), AWQ, GPTQ),
+    "smoothquant": Method((8,), SMOOTHQUANT, NEAREST, "int8"),
+    "smoothquant+gptq": Method((8,), SMOOTHQUANT, GPTQ, "int8"),
+}
