@@ -136,7 +136,8 @@ def _paged_attention(
     if _Active.calls is not None:
         unknown = next((name for name in _UNKNOWN_KINDS if kwargs.get(name) is not None), None)
         _Active.calls.append(LayerCall(layer, key.shape[1], key.shape[3], value.shape[3], sliding_window, unknown))
-        return _causal_attention(query[0], key[0], value[0], scaling, softcap).to(query.dtype)[None], None
+        output = _causal_attention(query[0], key[0], value[0], scaling, sliding_window, softcap)
+        return output.to(query.dtype)[None], None
     if _Active.step is None or _Active.backend is None:
         raise EvalError("this model belongs to an Engine: run it through generate, score or step")
     output = _Active.backend.attend(
@@ -153,7 +154,12 @@ def _paged_attention(
 
 
 def _causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, softcap: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """All that the engine knows of attention, for one short sequence: [heads, T, head_dim] to [T, heads, head_dim]."""
     groups = query.shape[0] // key.shape[0]
@@ -161,6 +167,8 @@ def _causal_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+    if window is not None:
+        hidden |= hidden.new_ones(hidden.shape).tril(-window)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
     return (weights @ value.float().repeat_interleave(groups, dim=0)).transpose(0, 1)
 

@@ -125,3 +125,10 @@ def test_real_model_in_float32(real_checkpoint, greedy_reference):
     for options in ({}, {"max_prefill_chunk": 7, "num_blocks": 12, "max_num_seqs": 4}):
         engine = Engine.from_checkpoint(real_checkpoint, dtype="float32", **options)
         assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
+def test_a_window_shorter_than_the_probe(architecture, tiny_model, random_prompts, greedy_reference):
+    prompts = random_prompts(6)
+    expected = greedy_reference(tiny_model(architecture, sliding_window=3), prompts, MAX_TOKENS)
+    assert tokens_of(engine_on(tiny_model(architecture, sliding_window=3)), prompts) == expected
