@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from quantize.as_stored import shape_as_stored
 from quantize.checkpoint import Checkpoint, one_line, whole_numbers
 from quantize.errors import QuantizeError
+from quantize.experts import SplitExperts
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,30 @@ class Decoder:
         return f"{self.prefix}.{index}."
 
     def layer_linears(self, index: int) -> dict[str, nn.Linear]:
-        """The linears of one layer by their full names, in module order."""
+        """The linears of one layer by their full names, in module order; its gates are left out."""
+        gates = self.layer_gates(index)
         named = self.layers[index].named_modules(prefix=f"{self.prefix}.{index}")
-        return {name: module for name, module in named if isinstance(module, nn.Linear)}
+        return {name: module for name, module in named if isinstance(module, nn.Linear) and name not in gates}
+
+    def layer_gates(self, index: int) -> tuple[str, ...]:
+        """What decides where tokens go in a layer: the routers beside its experts, and linears with a single output. A
+        rounded one would send tokens elsewhere for a saving of nothing; they are never quantized."""
+        layer, prefix = self.layers[index], f"{self.prefix}.{index}"
+        blocks = {name.rpartition(".")[0]: len(experts) for name, experts in self.layer_experts(index).items()}
+        gates = []
+        for name, module in layer.named_modules(prefix=prefix):
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+                continue
+            routed = blocks.get(name.rpartition(".")[0]) == weight.shape[0]
+            if routed or (isinstance(module, nn.Linear) and weight.shape[0] == 1):
+                gates.append(name)
+        return tuple(gates)
+
+    def layer_experts(self, index: int) -> dict[str, SplitExperts]:
+        """The mixtures of experts of one layer by their full names."""
+        named = self.layers[index].named_modules(prefix=f"{self.prefix}.{index}")
+        return {name: module for name, module in named if isinstance(module, SplitExperts)}
 
     def outer_linears(self) -> dict[str, nn.Linear]:
         """The linears outside the layers, lm_head among them."""
@@ -59,6 +82,7 @@ def open_decoder(checkpoint: Checkpoint) -> Decoder:
             f"{checkpoint.path}: transformers cannot build this model ({one_line(failure)[:300]})"
         ) from None
     model.eval()
+    shape_as_stored(model, checkpoint.tensor_names)
     prefix, layers = find_layers(model, checkpoint)
     decoder = Decoder(model, prefix, layers)
     refuse_unquantizable(decoder, checkpoint)
@@ -120,12 +144,15 @@ def refuse_unquantizable(decoder: Decoder, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.path}: {kind}.{name} is a Conv1D (weights stored transposed, as in GPT-2), "
                 "which compressed-tensors cannot express; such models are not supported"
             )
-    for name, parameter in layer.named_parameters():
-        if parameter.dim() > 2 and min(parameter.shape[-2:]) > 8:
-            raise QuantizeError(
-                f"{checkpoint.path}: {kind}.{name} holds several matrices in one tensor {tuple(parameter.shape)} "
-                "(fused experts), which is not supported yet"
-            )
+    for index, layer in enumerate(decoder.layers):
+        for name, parameter in layer.named_parameters():
+            if parameter.dim() > 2 and min(parameter.shape[-2:]) > 8:
+                stored = f"{decoder.layer_prefix(index)}{name}" in checkpoint.files
+                reason = "is stored as one tensor for all experts" if stored else "computes its experts in its own way"
+                raise QuantizeError(
+                    f"{checkpoint.path}: {kind}.{name} {tuple(parameter.shape)} {reason}; only mixtures with plain "
+                    "linears per expert on disk (as Mixtral's and Qwen-MoE's) can be quantized"
+                )
 
 
 def refuse_missing_tensors(decoder: Decoder, checkpoint: Checkpoint) -> None:

@@ -43,8 +43,9 @@ class InputsKnown(Exception):
 class InputRecorder:
     """Watches linears during forward passes and keeps one Gram per distinct input tensor.
 
-    Which linears share an input is seen in the first pass, by the identity of the tensors, and kept for the next ones;
-    so is which linear comes last, where a pass that is run only for its inputs can stop.
+    Which linears share an input is seen when they first run, by the identity of the tensors, and kept for later passes.
+    Which linear comes last, where a pass that is run only for its inputs can stop, is known after a pass in which all
+    of them ran (experts that no token chose do not).
     """
 
     def __init__(self, linears: Mapping[str, nn.Linear], sampled_every: int | None = None) -> None:
@@ -71,13 +72,18 @@ class InputRecorder:
 
     def next_batch(self) -> None:
         """Forgets the tensors of the last pass (their identity means nothing any more)."""
-        self._last = self._seen[-1][0] if self._seen else None
+        if len({name for name, _ in self._seen}) == len(self._linears):
+            self._last = self._seen[-1][0]
         self._seen.clear()
 
     def grams(self) -> dict[str, torch.Tensor]:
         """H per linear; linears with the same input get the very same tensor. A linear that never ran is left out."""
         matrices = {name: gram.matrix() for name, gram in self._grams.items()}
         return {name: matrices[leader] for name, leader in self.leader.items()}
+
+    def tokens(self) -> dict[str, int]:
+        """How many tokens reached each linear; one that never ran is left out."""
+        return {name: self._grams[leader].tokens for name, leader in self.leader.items()}
 
     def samples(self) -> dict[str, torch.Tensor]:
         """The kept tokens per linear, float32 [T, K], shared as the grams are; empty when none were to be kept."""

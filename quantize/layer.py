@@ -6,14 +6,14 @@ statistics, and measures what came out in the same terms for all of them.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from quantize.gram import relative_output_error, relative_weight_error
-from quantize.manifest import ModuleRecord
-from quantize.method import AWQ, CLIPPED, GPTQ, Method
+from quantize.manifest import TOO_FEW, ModuleRecord
+from quantize.method import AWQ, CLIPPED, GPTQ, SMOOTHQUANT, Method
 from quantize.methods.awq import clip_and_round, search_scale
 from quantize.methods.consumer import Consumer
 from quantize.methods.fusion import ROWS, Fusion
@@ -22,6 +22,14 @@ from quantize.methods.search import search_grid
 from quantize.methods.smoothquant import search_strength
 from quantize.recipe import Recipe
 from quantize.scheme import QuantizedWeight, Scheme, dequantize, quantize_rtn, round_to_grid
+
+FEWEST_TOKENS = {GPTQ: 1.0}
+FEWEST_TOKENS_OTHERWISE = 1 / 8
+"""Calibration tokens that a linear needs, per input; with fewer it is rounded to nearest, as experts are that the text
+hardly uses. Measured on held-out inputs of SmolLM2-135M's MLPs at 3 and 4 bits, error against round-to-nearest: gptq
+0.6 to 1.5 with half as many tokens as inputs, 0.5 to 1.3 with as many, 0.3 to 0.8 with twice as many (it fits the
+sample's noise most where its second moments just fall short of full rank); a search of ranges 0.5 to 1.1 from an
+eighth on."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class QuantizedModule:
     fallback: str | None = None
     dead_columns: int = 0
     clipped_scales: int = 0
+    tokens: int | None = None
 
     def record(self, name: str, stored: Mapping[str, torch.Tensor]) -> ModuleRecord:
         scheme = self.quantized.scheme
@@ -51,6 +60,7 @@ class QuantizedModule:
             parameters=self.quantized.codes.numel(),
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in stored.values()),
             seconds=round(self.seconds, 4),
+            tokens=self.tokens,
         )
 
 
@@ -70,21 +80,23 @@ def quantize_layer(
     schemes: Mapping[str, Scheme],
     grams: Mapping[str, torch.Tensor],
     samples: Mapping[str, torch.Tensor],
+    tokens: Mapping[str, int],
     fusions: tuple[Fusion, ...],
     recipe: Recipe,
 ) -> tuple[dict[str, QuantizedModule], dict[str, torch.Tensor]]:
     """The linears of a layer by their names in it, and the other tensors that took the inverse scales (norms, biases).
 
-    `grams` [K, K] and `samples` [T, K] are what calibration saw at each linear; those with one input share the very
-    same tensor.
+    `grams` [K, K] and `samples` [T, K] are what calibration saw at each linear, of `tokens` tokens; those with one
+    input share the very same tensor.
     """
     before = dict(layer.named_parameters())
+    fewest = FEWEST_TOKENS.get(recipe.plan.rounding, FEWEST_TOKENS_OTHERWISE)
     work = LayerWork(
         layer,
         schemes,
         {name: linear(layer, name).weight.float().clone() for name in schemes},
         {name: linear(layer, name).weight.dtype for name in schemes},
-        dict(grams),
+        {name: gram for name, gram in grams.items() if tokens[name] >= fewest * gram.shape[0]},
         dict(samples),
     )
     for fusion in fusions:
@@ -93,12 +105,13 @@ def quantize_layer(
         for name in fusion.consumers:
             work.spend(name, (time.perf_counter() - begin) / len(fusion.consumers))
     unseen = [name for name in schemes if name not in work.grams]
-    results = {name: round_unseen(work, name) for name in unseen}
+    results = {name: round_unseen(work, name, tokens.get(name, 0)) for name in unseen}
     if recipe.plan.rounding == GPTQ:
         results |= gptq_linears(work, recipe)
     else:
         clip = recipe.plan.rounding == CLIPPED
         results |= {name: round_seen(work, name, clip) for name in schemes if name in work.grams}
+    results = {name: replace(result, tokens=tokens.get(name, 0)) for name, result in results.items()}
     changed = {
         name: parameter.data
         for name, parameter in layer.named_parameters()
@@ -131,6 +144,8 @@ def scale_inputs(work: LayerWork, fusion: Fusion, plan: Method) -> None:
     leader = fusion.consumers[0]
     if not all(name in work.schemes for name in concerned) or leader not in work.grams:
         return
+    if plan.scaling == SMOOTHQUANT and any(work.schemes[name].activations is None for name in fusion.consumers):
+        return  # there is no rounding of activations to make easier
     gram = work.grams[leader]
     consumers = [Consumer(work.weights[name], work.schemes[name]) for name in fusion.consumers]
     if plan.scaling == AWQ:
@@ -147,12 +162,9 @@ def scale_inputs(work: LayerWork, fusion: Fusion, plan: Method) -> None:
             work.samples[name] = samples
 
 
-def round_unseen(work: LayerWork, name: str) -> QuantizedModule:
-    return round_module(
-        work.weights[name].to(work.dtypes[name]),
-        work.schemes[name],
-        "round to nearest: no calibration input reached it",
-    )
+def round_unseen(work: LayerWork, name: str, tokens: int) -> QuantizedModule:
+    reason = f"{TOO_FEW}, {tokens}" if tokens else "no calibration input reached it"
+    return round_module(work.weights[name].to(work.dtypes[name]), work.schemes[name], f"round to nearest: {reason}")
 
 
 def round_seen(work: LayerWork, name: str, clip: bool) -> QuantizedModule:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
 
+from quantize.as_stored import shape_as_stored
 from quantize.checkpoint import Checkpoint, one_line, whole_numbers
 from quantize.errors import QuantizeError
 from quantize.formats.compressed_tensors import PACKED, PLAIN, schemes_of, stored_names, unpack_weight
@@ -41,6 +42,8 @@ def load_model(
     opened = Checkpoint.open(checkpoint)
     quantization = opened.config.get("quantization_config")
     model = _build_on_meta(opened, dtype)
+    if quantization:
+        shape_as_stored(model, _plain_names(opened))
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     schemes = schemes_of(quantization, linears) if quantization else {}
     if schemes is None:
@@ -120,6 +123,14 @@ def _build_on_meta(opened: Checkpoint, dtype: torch.dtype | None) -> PreTrainedM
             f"{opened.path / 'config.json'}: no model can be built from it ({one_line(failure)[:300]})"
         ) from None
     return model
+
+
+def _plain_names(opened: Checkpoint) -> set[str]:
+    """The tensors that the checkpoint held before it was quantized."""
+    return {
+        f"{name.rpartition('.')[0]}.weight" if name.endswith((".weight_packed", ".weight_scale")) else name
+        for name in opened.files
+    }
 
 
 def _expected_names(model: PreTrainedModel, schemes: Mapping[str, Scheme], layouts: Mapping[str, str]) -> set[str]:

@@ -15,13 +15,17 @@ from quantize.checkpoint import read_json
 from quantize.errors import QuantizeError
 
 MANIFEST = "quantgate.json"
+TOO_FEW = "too few calibration tokens"
+NAMED = 8
+"""How many modules a note names; all of them have their records."""
 
 
 @dataclass(frozen=True)
 class ModuleRecord:
     """One quantized linear. relative_error is ‖WX−ŴX‖²/‖WX‖² on the calibration inputs X where error_of is "outputs",
     and ‖W−Ŵ‖²/‖W‖² where it is "weights" (methods that need no calibration). clipped_scales counts groups whose range
-    was cut on purpose, dead_columns inputs that calibration never moved. bytes is the size of its tensors as stored."""
+    was cut on purpose, dead_columns inputs that calibration never moved. bytes is the size of its tensors as stored.
+    tokens is how many calibration tokens reached it, None where none were asked for."""
 
     name: str
     bits: int
@@ -35,6 +39,7 @@ class ModuleRecord:
     parameters: int
     bytes: int
     seconds: float
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,25 @@ class Manifest:
         if wrong is not None or not modules:
             raise QuantizeError(f"{Path(folder) / MANIFEST}: {wrong or 'modules'} is damaged; quantize again")
         return manifest
+
+
+def too_few_tokens(modules: tuple[ModuleRecord, ...]) -> tuple[str, ...]:
+    """A sentence that names what calibration hardly reached, by the module above the linears (an expert); none when
+    everything was reached."""
+    short: dict[str, int] = {}
+    for record in modules:
+        if (
+            record.fallback is not None
+            and record.tokens is not None
+            and (TOO_FEW in record.fallback or not record.tokens)
+        ):
+            owner = record.name.rpartition(".")[0]
+            short[owner] = max(short.get(owner, 0), record.tokens)
+    if not short:
+        return ()
+    shown = [f"{name} ({tokens} tokens)" for name, tokens in list(short.items())[:NAMED]]
+    more = f" and {len(short) - NAMED} more" if len(short) > NAMED else ""
+    return (f"{TOO_FEW}, so rounded to nearest: {', '.join(shown)}{more}; calibrate on more text",)
 
 
 def _misfits(record: object) -> Iterator[str]:

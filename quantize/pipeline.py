@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -25,11 +25,12 @@ from quantize.calibration import Calibration, load_calibration
 from quantize.checkpoint import CONFIG, INDEX, Checkpoint, one_line, refuse_nonfinite
 from quantize.decoder import Decoder, load_module, open_decoder
 from quantize.errors import QuantizeError
+from quantize.experts import SplitExperts, for_every_expert, with_one_expert
 from quantize.formats.compressed_tensors import pack_weight, quantization_config, unpack_weight
 from quantize.gram import InputRecorder
 from quantize.journal import Entry, Journal, file_digest
 from quantize.layer import QuantizedModule, quantize_layer, round_module
-from quantize.manifest import MANIFEST, Manifest, ModuleRecord
+from quantize.manifest import MANIFEST, Manifest, ModuleRecord, too_few_tokens
 from quantize.method import SMOOTHQUANT
 from quantize.methods.fusion import Fusion, find_fusions
 from quantize.progress import Progress, silent
@@ -44,7 +45,7 @@ COPIED = ("*.jinja", "generation_config.json", "tokenizer*", "special_tokens_map
 weights."""
 
 
-REVISION = 3
+REVISION = 4
 """Raised whenever a change of the code gives other bytes for the same recipe, so that old work is not continued."""
 
 
@@ -60,7 +61,7 @@ class Work:
     folder: Path
     device: torch.device
     walk: Walk | None = None
-    fusions: tuple[Fusion, ...] | None = None
+    fusions: dict[tuple[str, ...], tuple[Fusion, ...]] = field(default_factory=dict)
 
     @property
     def files(self) -> list[str]:
@@ -220,7 +221,7 @@ def calibrated_layer(
             walk.advance(index, layer, recorder)
         with torch.inference_mode():
             results, changed = quantize_layer(
-                layer, schemes, recorder.grams(), recorder.samples(), fusions, work.recipe
+                layer, schemes, recorder.grams(), recorder.samples(), recorder.tokens(), fusions, work.recipe
             )
         if plan.is_sequential and index + 1 < len(work.decoder.layers):
             for name, result in results.items():
@@ -232,18 +233,22 @@ def calibrated_layer(
 
 
 def proved_fusions(work: Work, walk: Walk, index: int, layer: nn.Module) -> tuple[Fusion, ...]:
-    """Where scales may be moved: proved on the first layer, in float32, for all of them."""
-    if work.fusions is None:
+    """Where scales may be moved: proved in float32 on the first layer with these linears, for all that have them (a
+    mixture may follow on dense layers)."""
+    structure = tuple(linears_of(layer))
+    if structure not in work.fusions:
         exact, probe = float32_copy(layer), walk.probe.float()
         recorder = InputRecorder(linears_of(exact))
+        mixtures = {name: module for name, module in exact.named_modules() if isinstance(module, SplitExperts)}
 
         def run(candidate: nn.Module) -> torch.Tensor:
             return walk.run_layer(index, candidate, probe)
 
         with recorder.watching():
             run(exact)
-        work.fusions = find_fusions(exact, run, recorder.leader, work.recipe.seed)
-    return work.fusions
+        proved = find_fusions(exact, run, with_one_expert(recorder.leader, mixtures), work.recipe.seed)
+        work.fusions[structure] = for_every_expert(proved, mixtures)
+    return work.fusions[structure]
 
 
 def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
@@ -362,7 +367,7 @@ def finish_checkpoint(work: Work, journal: Journal, source_digest: str, identity
         bytes_after=size,
         bits_per_weight=8 * sum(record.bytes for record in modules) / sum(record.parameters for record in modules),
         coverage={"expected": len(targets.schemes), "packed": len(packed)},
-        notes=(*targets.notes, *((text.note,) if text is not None and text.note else ())),
+        notes=(*targets.notes, *((text.note,) if text is not None and text.note else ()), *too_few_tokens(modules)),
         seconds=round(time.perf_counter() - begin, 3),
         tokenizer_digest=checkpoint.tokenizer_digest(),
         chat_template_digest=checkpoint.chat_template_digest(),

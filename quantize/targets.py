@@ -5,7 +5,7 @@ skipped module found out later.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -41,7 +41,9 @@ def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> 
     for index in range(len(decoder.layers)):
         linears.update(decoder.layer_linears(index))
     head = {name: module for name, module in decoder.outer_linears().items() if is_head(module, decoder)}
-    others = tuple(name for name in decoder.outer_linears() if name not in head)
+    others = [name for name in decoder.outer_linears() if name not in head]
+    for index in range(len(decoder.layers)):
+        others += decoder.layer_gates(index)
     linears.update(head)
     refuse_idle_overrides(recipe, linears)
     chosen = {name: module for name, module in linears.items() if not recipe.skips(name)}
@@ -49,12 +51,13 @@ def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> 
         raise QuantizeError(f"{checkpoint.path}: the recipe's ignore and overrides leave nothing to quantize")
     auto, note = auto_group_size({name: module.in_features for name, module in chosen.items()}, recipe)
     schemes = {name: recipe.scheme_of(name, auto) for name in chosen}
+    expert_notes = fit_experts(decoder, schemes)
     refuse_odd_groups({name: module.in_features for name, module in chosen.items()}, schemes)
     for name in head:
         if name in schemes and f"{name}.weight" not in checkpoint.files and not decoder.head_is_tied():
             raise QuantizeError(f"{checkpoint.path}: has no tensor {name}.weight to quantize; put {name} into ignore")
     unties = decoder.head_is_tied() and any(name in schemes for name in head)
-    notes = [note] if note else []
+    notes = [*([note] if note else []), *expert_notes]
     embedding = embedding_name(decoder)
     if unties:
         shape = checkpoint.shape(embedding)
@@ -63,6 +66,40 @@ def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> 
         notes.append(f"the head was tied to {embedding} and is stored beside it now: about {cost} bytes more")
     ignored = (*(name for name in linears if name not in schemes), *others)
     return Targets(schemes, ignored, tuple(notes), unties, embedding)
+
+
+def fit_experts(decoder: Decoder, schemes: dict[str, Scheme]) -> list[str]:
+    """Brings the experts' schemes into what can be run elsewhere, and says what cannot be.
+
+    transformers and vLLM run a layer's experts as one fused tensor. transformers 5.17 dequantizes them while it loads
+    (`DecompressExperts`): it knows packed symmetric weights of a single scheme for the whole model, and neither zero
+    points nor quantized inputs. So zero points are refused, inputs stay as they are, and other mixtures are noted.
+    """
+    mixtures = [path for index in range(len(decoder.layers)) for path in decoder.layer_experts(index)]
+    inside = tuple(f"{path}." for path in mixtures)
+    experts = [
+        name for index in range(len(decoder.layers)) for name in decoder.layer_linears(index) if name.startswith(inside)
+    ]
+    chosen = [name for name in experts if name in schemes]
+    notes = []
+    odd = next((name for name in chosen if not schemes[name].symmetric), None)
+    if odd is not None:
+        raise QuantizeError(
+            f"symmetric: {odd}: transformers and vLLM take experts without zero points only; "
+            "use symmetric: true, or an override with it for the experts"
+        )
+    if any(schemes[name].activations for name in chosen):
+        for name in chosen:
+            schemes[name] = replace(schemes[name], activations=None)
+        notes.append(
+            "experts take their inputs unrounded: transformers runs them as one tensor, without int8 activations"
+        )
+    if experts and (len(chosen) < len(experts) or len({schemes[name] for name in chosen}) > 1):
+        notes.append(
+            "the experts are not all in one scheme: transformers 5.17 does not load that, "
+            "and vLLM only where every layer's experts are; quantgate does"
+        )
+    return notes
 
 
 def is_head(module: nn.Module, decoder: Decoder) -> bool:

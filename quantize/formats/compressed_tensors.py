@@ -130,8 +130,9 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
     if not by_scheme:
         raise QuantizeError("nothing is quantized: no module is left after the recipe's ignore and overrides")
     uniform = len(by_scheme) == 1
+    ignored = list(ignored)
     groups = {
-        f"group_{index}": _group(scheme, ["Linear"] if uniform else modules)
+        f"group_{index}": _group(scheme, ["Linear"] if uniform else _targets(modules, [*schemes, *ignored]))
         for index, (scheme, modules) in enumerate(by_scheme.items())
     }
     formats = {storage_format(scheme) for scheme in by_scheme}
@@ -144,6 +145,28 @@ def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def _targets(modules: Iterable[str], everything: Iterable[str]) -> list[str]:
+    """Names of modules, the experts among them as one regular expression for each projection where it holds of all of
+    them: there are thousands, and transformers finds the experts' scheme by such an expression."""
+    members: dict[str, set[str]] = {}
+    for name in everything:
+        members.setdefault(_experts_pattern(name) or name, set()).add(name)
+    own = set(modules)
+    chosen: dict[str, None] = {}
+    for name in modules:
+        pattern = _experts_pattern(name)
+        chosen[pattern if pattern and members[pattern] <= own else name] = None
+    return list(chosen)
+
+
+def _experts_pattern(name: str) -> str | None:
+    """`re:model[.]layers[.][0-9]+[.]mlp[.]experts[.][0-9]+[.]up_proj$`; None for what has no second number."""
+    parts = name.split(".")
+    if sum(part.isdigit() for part in parts) < 2:
+        return None
+    return "re:" + "[.]".join("[0-9]+" if part.isdigit() else re.escape(part) for part in parts) + "$"
 
 
 def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def test_a_layer_is_quantized_with_less_output_error_than_rounding():
     schemes = {name: Scheme(4, 32) for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
     fusions = find_fusions(layer, run, recorder.leader, seed=0)
     rounded, treated = copy.deepcopy(layer), copy.deepcopy(layer)
-    results, changed = quantize_layer(treated, schemes, recorder.grams(), {}, fusions, Recipe("awq"))
+    results, changed = quantize_layer(treated, schemes, recorder.grams(), {}, recorder.tokens(), fusions, Recipe("awq"))
     for name in schemes:
         rounded.get_submodule(name).weight.data = dequantize(
             quantize_rtn(rounded.get_submodule(name).weight.data, Scheme(4, 32))
@@ -189,6 +189,6 @@ def test_a_linear_that_keeps_its_weights_is_not_scaled():
     layer, run, recorder = first_layer(model_of(LLAMA))
     fusions = find_fusions(layer, run, recorder.leader, seed=0)
     schemes = {"self_attn.q_proj": Scheme(4, 32), "mlp.down_proj": Scheme(4, 32)}
-    results, changed = quantize_layer(layer, schemes, recorder.grams(), {}, fusions, Recipe("awq"))
+    results, changed = quantize_layer(layer, schemes, recorder.grams(), {}, recorder.tokens(), fusions, Recipe("awq"))
     assert set(results) == set(schemes)
     assert changed == {}

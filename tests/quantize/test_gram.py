@@ -1,5 +1,7 @@
 """Second moments: sums of all batches, shared where the input is shared, and the errors that follow from them."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
@@ -81,3 +83,32 @@ def test_a_pass_for_inputs_alone_stops_at_the_last_linear_with_the_same_moments(
     assert model.finished == finished + 1
     for name, gram in whole.grams().items():
         assert torch.equal(short.grams()[name], gram)
+
+
+class Choice(nn.Module):
+    """Two experts in order; the sign of a batch's sum chooses one, a large sum both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, states):
+        total = states.sum()
+        outputs = states
+        if total > 0:
+            outputs = self.first(states * 1)
+        if total < 0 or total > 100:
+            outputs = self.second(states * 1)
+        return outputs
+
+
+def test_an_expert_that_runs_after_the_last_of_an_earlier_pass_is_still_recorded():
+    batches = [torch.ones(4, 8), -torch.ones(2, 8), 5 * torch.ones(6, 8), torch.ones(1, 8), -torch.ones(3, 8)]
+    model = Choice()
+    recorder = InputRecorder(dict(model.named_children()))
+    with torch.no_grad(), recorder.watching(only_inputs=True):
+        for batch in batches:
+            with suppress(InputsKnown):
+                model(batch)
+            recorder.next_batch()
+    assert recorder.tokens() == {"first": 4 + 6 + 1, "second": 2 + 6 + 3}

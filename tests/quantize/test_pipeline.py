@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GptOssConfig, LlamaConfig
 
 import quantize.pipeline as pipeline
 from quantize import Manifest, Recipe, quantize_checkpoint
@@ -339,12 +339,12 @@ def test_transposed_linears_are_refused_by_name(tmp_path):
     assert "attn.c_attn is a Conv1D" in refused(tmp_path / "gpt2", recipe_of("int8"), tmp_path)
 
 
-def test_fused_experts_are_refused_by_name(tmp_path):
-    config = MixtralConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-                           num_key_value_heads=4, num_local_experts=2, vocab_size=96)  # fmt: skip
-    save_model(config, tmp_path / "mixtral")
-    said = refused(tmp_path / "mixtral", recipe_of("int8"), tmp_path)
-    assert "experts" in said
+def test_experts_stored_as_one_tensor_are_refused_by_name(tmp_path):
+    config = GptOssConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                          num_key_value_heads=4, head_dim=16, num_local_experts=4, vocab_size=96)  # fmt: skip
+    save_model(config, tmp_path / "gpt_oss")
+    said = refused(tmp_path / "gpt_oss", recipe_of("int8"), tmp_path)
+    assert "mlp.experts.gate_up_proj (4, 64, 128) is stored as one tensor for all experts" in said
 
 
 def test_nothing_left_to_quantize_is_an_error(spelling_llama, tmp_path):
