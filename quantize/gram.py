@@ -4,12 +4,18 @@ With H in hand the output error of any candidate weight, ‖WX − ŴX‖² / to
 every calibration token counts in it. Linears that read the same tensor (q, k and v) share one H.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from quantize.kernels.native import cpu_is_supported
+from quantize.native_build import load_native
+
+SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 192
 """Columns summed at once; small blocks waste less below the diagonal, large ones run faster."""
 
@@ -23,17 +29,28 @@ class Gram:
 
     def add(self, activations: torch.Tensor) -> None:
         """`activations` [..., K]"""
-        rows = activations.reshape(-1, activations.shape[-1]).float()
-        columns = rows.T
-        for start in range(0, rows.shape[1], BLOCK):
-            stop = start + BLOCK
-            self._sum[start:stop, start:].addmm_(columns[start:stop], rows[:, start:])
+        rows = activations.reshape(-1, activations.shape[-1])
+        library = load_native(SOURCE) if rows.is_cpu and rows.dtype == torch.bfloat16 and cpu_is_supported() else None
+        if library is None:
+            add_in_blocks(self._sum, rows.float())
+        else:
+            rows = rows.contiguous()
+            sizes = [ctypes.c_int64(size) for size in rows.shape]
+            library.gram_add(ctypes.c_void_p(rows.data_ptr()), *sizes, ctypes.c_void_p(self._sum.data_ptr()))
         self.tokens += rows.shape[0]
 
     def matrix(self) -> torch.Tensor:
         """H, float32 [K, K], symmetric to the bit."""
         upper = self._sum.triu() / max(self.tokens, 1)
         return upper + upper.triu(1).T
+
+
+def add_in_blocks(total: torch.Tensor, rows: torch.Tensor) -> None:
+    """Adds rowsᵀ rows to `total` [K, K], in blocks on and above the diagonal; `rows` float32 [T, K]."""
+    columns = rows.T
+    for start in range(0, rows.shape[1], BLOCK):
+        stop = start + BLOCK
+        total[start:stop, start:].addmm_(columns[start:stop], rows[:, start:])
 
 
 class InputsKnown(Exception):

@@ -21,6 +21,17 @@ def test_batches_of_any_shape_add_up_to_the_second_moments_of_all_tokens(width):
     assert torch.equal(gram.matrix(), gram.matrix().T)
 
 
+@pytest.mark.parametrize("shape", [(1, 5), (77, 13), (300, 100), (1500, 224)])
+def test_bf16_activations_give_the_moments_of_their_float32_values(shape):
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    gram = Gram(shape[1], torch.device("cpu"))
+    gram.add(rows)
+    gram.add(rows[: shape[0] // 2])
+    exact = torch.cat([rows, rows[: shape[0] // 2]]).double()
+    expected = exact.T @ exact / len(exact)
+    torch.testing.assert_close(gram.matrix().double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_output_error_is_what_a_forward_pass_would_measure():
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(50, 16, generator=generator)
