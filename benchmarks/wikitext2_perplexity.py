@@ -24,11 +24,16 @@ RESULTS = Path(__file__).parent / "results"
 SAMPLES, SEQUENCE_LENGTH = 64, 512
 RECIPES: dict[str, dict[str, Any]] = {
     "int8": {"method": "int8"},
+    "w8a8": {"method": "int8", "activations": "int8"},
+    "smoothquant": {"method": "smoothquant"},
     "int4": {"method": "int4"},
     "awq": {"method": "awq"},
     "gptq": {"method": "gptq"},
+    "awq+gptq": {"method": "awq+gptq"},
+    "int4-asymmetric": {"method": "int4", "symmetric": False},
     "awq-asymmetric": {"method": "awq", "symmetric": False},
     "gptq-asymmetric": {"method": "gptq", "symmetric": False},
+    "awq+gptq-asymmetric": {"method": "awq+gptq", "symmetric": False},
 }
 
 

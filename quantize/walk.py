@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantize.causal_attention import FasterCausalAttention
 from quantize.checkpoint import Checkpoint
 from quantize.decoder import Decoder, load_own_tensors
 from quantize.errors import QuantizeError
@@ -57,7 +58,7 @@ class Walk:
         args, kwargs = self._arguments[state.shape][index]
         if state.dtype != self.probe.dtype:
             args, kwargs = cast_floats((args, kwargs), state.dtype)
-        with torch.inference_mode():
+        with torch.inference_mode(), FasterCausalAttention():
             output = layer(state, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
         if output.shape != state.shape:
