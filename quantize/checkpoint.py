@@ -57,8 +57,11 @@ class Checkpoint:
             raise QuantizeError(f"{path / CONFIG}: quantization_config is no JSON object; fetch the checkpoint again")
         if not quantized_ok and "quantization_config" in config:
             method = (config["quantization_config"] or {}).get("quant_method", "an unnamed method")
-            raise QuantizeError(f"{path}: is quantized already ({method}); quantize the original checkpoint instead")
-        return cls(path, config, tensor_files(path))
+            raise already_quantized(path, method)
+        files = tensor_files(path)
+        if not quantized_ok and any(name.endswith(".qweight") for name in files):
+            raise already_quantized(path, "gptq or awq")
+        return cls(path, config, files)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -124,6 +127,11 @@ class Checkpoint:
         file = self.path / GENERATION_CONFIG
         return read_json(file, "broken generation settings") if file.is_file() else {}
 
+    def settings(self, file_name: str) -> dict[str, Any]:
+        """A JSON object beside the weights; empty without the file."""
+        file = self.path / file_name
+        return read_json(file, "broken settings") if file.is_file() else {}
+
     def content_digest(self) -> str:
         """sha256 over all that decides what the model answers: weights, config, tokenizer, chat template, generation
         settings. A result measured on one folder holds for every folder with the same digest, and for no other."""
@@ -149,6 +157,10 @@ class Checkpoint:
             with readable(file):
                 self._handles[file] = safe_open(file, framework="pt")
         return self._handles[file]
+
+
+def already_quantized(path: Path, method: object) -> QuantizeError:
+    return QuantizeError(f"{path}: is quantized already ({method}); quantize the original checkpoint instead")
 
 
 def tensor_files(path: Path) -> dict[str, Path]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from quantize.formats.choose import FORMATS
 from quantize.gram import relative_output_error, relative_weight_error
 from quantize.manifest import TOO_FEW, ModuleRecord
 from quantize.method import AWQ, CLIPPED, GPTQ, SMOOTHQUANT, Method
@@ -64,11 +65,13 @@ class QuantizedModule:
         )
 
 
-def round_module(weight: torch.Tensor, scheme: Scheme, fallback: str | None = None) -> QuantizedModule:
+def round_module(
+    weight: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype, fallback: str | None = None
+) -> QuantizedModule:
     """A linear rounded to nearest without any calibration, on the grid of least squared error."""
     begin = time.perf_counter()
     exact = weight.float()
-    grid, clipped = search_grid(exact, torch.ones(exact.shape[1], device=exact.device), scheme, weight.dtype)
+    grid, clipped = search_grid(exact, torch.ones(exact.shape[1], device=exact.device), scheme, scale_dtype)
     quantized = round_to_grid(exact, grid)
     error = relative_weight_error(exact, dequantize(quantized, torch.float32))
     seconds = time.perf_counter() - begin
@@ -95,7 +98,7 @@ def quantize_layer(
         layer,
         schemes,
         {name: linear(layer, name).weight.float().clone() for name in schemes},
-        {name: linear(layer, name).weight.dtype for name in schemes},
+        {name: FORMATS[recipe.format].scale_dtype(linear(layer, name).weight.dtype) for name in schemes},
         {name: gram for name, gram in grams.items() if tokens[name] >= fewest * gram.shape[0]},
         dict(samples),
     )
@@ -123,7 +126,7 @@ def quantize_layer(
 @dataclass(frozen=True)
 class LayerWork:
     """A layer while scales move through it: `weights` float32 [N, K] and what comes in, by linear. `dtypes` are those
-    of the weights in the checkpoint, which the stored scales take."""
+    in which the scales are stored."""
 
     layer: nn.Module
     schemes: Mapping[str, Scheme]
@@ -164,7 +167,7 @@ def scale_inputs(work: LayerWork, fusion: Fusion, plan: Method) -> None:
 
 def round_unseen(work: LayerWork, name: str, tokens: int) -> QuantizedModule:
     reason = f"{TOO_FEW}, {tokens}" if tokens else "no calibration input reached it"
-    return round_module(work.weights[name].to(work.dtypes[name]), work.schemes[name], f"round to nearest: {reason}")
+    return round_module(work.weights[name], work.schemes[name], work.dtypes[name], f"round to nearest: {reason}")
 
 
 def round_seen(work: LayerWork, name: str, clip: bool) -> QuantizedModule:

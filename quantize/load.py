@@ -1,8 +1,8 @@
 """Loads a checkpoint as a transformers model that is ready to serve.
 
 The model is built on the meta device (shapes only), then its tensors are read from the memory-mapped shards one after
-another, so that the peak is the model itself and never a second copy of it. Linears that compressed-tensors stores in
-a scheme of ours become `QuantizedLinear`; what is stored in any other way goes through transformers' own loader.
+another, so that the peak is the model itself and never a second copy of it. Linears that are stored in a format of ours
+become `QuantizedLinear`; what is stored in any other way goes through transformers' own loader.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from transformers import logging as transformers_logging
 from quantize.as_stored import shape_as_stored
 from quantize.checkpoint import Checkpoint, one_line, whole_numbers
 from quantize.errors import QuantizeError
-from quantize.formats.compressed_tensors import PACKED, PLAIN, schemes_of, stored_names, unpack_weight
+from quantize.formats.choose import StoredLinear, quantization_of, stored_linears
 from quantize.linear import QuantizedLinear
-from quantize.scheme import Scheme
 
 REMAP_BYTES = 64 * 2**20
 """A file is mapped anew after this much was read from it: the pages read count as this process's memory until the
@@ -40,23 +39,22 @@ def load_model(
     nothing here can load, and tensors that the model needs and the checkpoint lacks.
     """
     opened = Checkpoint.open(checkpoint)
-    quantization = opened.config.get("quantization_config")
+    quantization = quantization_of(opened)
     model = _build_on_meta(opened, dtype)
     if quantization:
         shape_as_stored(model, _plain_names(opened))
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    schemes = schemes_of(quantization, linears) if quantization else {}
-    if schemes is None:
+    stored = stored_linears(quantization, opened.files, linears) if quantization else {}
+    if stored is None:
         return _load_through_transformers(opened, torch.device(device), dtype)
-    layouts = {name: PACKED if f"{name}.weight_packed" in opened.files else PLAIN for name in schemes}
-    missing = _expected_names(model, schemes, layouts) - set(opened.files)
-    if missing and not schemes:
+    missing = _expected_names(model, stored) - set(opened.files)
+    if missing and not stored:
         # Some mixtures of experts are stored under other names than they run under; transformers knows the mapping.
         return _load_through_transformers(opened, torch.device(device), dtype)
     if missing:
         raise _missing(opened.path, missing)
     tensors = _Tensors(opened.files)
-    _swap_linears(model, schemes, layouts, tensors, torch.device(device))
+    _swap_linears(model, stored, tensors, torch.device(device))
     _assign_others(model, tensors, torch.device(device))
     return _finish(model, opened.path, torch.device(device))
 
@@ -128,44 +126,40 @@ def _build_on_meta(opened: Checkpoint, dtype: torch.dtype | None) -> PreTrainedM
 def _plain_names(opened: Checkpoint) -> set[str]:
     """The tensors that the checkpoint held before it was quantized."""
     return {
-        f"{name.rpartition('.')[0]}.weight" if name.endswith((".weight_packed", ".weight_scale")) else name
+        f"{name.rpartition('.')[0]}.weight" if name.endswith((".weight_packed", ".weight_scale", ".qweight")) else name
         for name in opened.files
     }
 
 
-def _expected_names(model: PreTrainedModel, schemes: Mapping[str, Scheme], layouts: Mapping[str, str]) -> set[str]:
+def _expected_names(model: PreTrainedModel, stored: Mapping[str, StoredLinear]) -> set[str]:
     """The tensors that the checkpoint must hold. Tied ones are left out: the other end of the tie is there."""
     volatile = {name for name, _ in model.named_non_persistent_buffers()}
     names = {name for name, _ in model.named_parameters()}
     names |= {name for name, _ in model.named_buffers() if name not in volatile}
     names -= set(model.all_tied_weights_keys)
-    for module, scheme in schemes.items():
+    for module, linear in stored.items():
         names.discard(f"{module}.weight")
-        names |= {f"{module}.{name}" for name in stored_names(scheme, layouts[module])}
+        names |= {f"{module}.{leaf}" for leaf in linear.leaves}
     return names
 
 
 def _swap_linears(
-    model: PreTrainedModel,
-    schemes: Mapping[str, Scheme],
-    layouts: Mapping[str, str],
-    tensors: _Tensors,
-    device: torch.device,
+    model: PreTrainedModel, stored: Mapping[str, StoredLinear], tensors: _Tensors, device: torch.device
 ) -> None:
     """Puts a `QuantizedLinear` in the place of every quantized linear, one at a time."""
-    for name, scheme in schemes.items():
+    for name, kept in stored.items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        stored = {leaf: tensors.read(f"{name}.{leaf}").clone() for leaf in stored_names(scheme, layouts[name])}
+        where = tensors.files[f"{name}.{kept.leaf}"]
+        leaves = {leaf: tensors.read(f"{name}.{leaf}").clone() for leaf in kept.leaves}
         try:
-            weight = unpack_weight(stored, scheme)
+            weight, order = kept.unpack(leaves)
         except (QuantizeError, RuntimeError, ValueError) as failure:
-            where = tensors.files[f"{name}.weight_scale"]
             raise QuantizeError(f"{where}: {name} is not stored as config.json says ({one_line(failure)})") from None
         expected = (linear.out_features, linear.in_features)
         if tuple(weight.codes.shape) != expected:
-            raise _misshapen(tensors.files[f"{name}.weight_scale"], name, weight.codes.shape, expected)
-        model.set_submodule(name, QuantizedLinear(weight, linear.bias, device, model.dtype))
+            raise _misshapen(where, name, weight.codes.shape, expected)
+        model.set_submodule(name, QuantizedLinear(weight, linear.bias, device, model.dtype, order))
 
 
 def _assign_others(model: PreTrainedModel, tensors: _Tensors, device: torch.device) -> None:

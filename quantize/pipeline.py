@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from quantize.checkpoint import CONFIG, INDEX, Checkpoint, one_line, refuse_nonf
 from quantize.decoder import Decoder, load_module, open_decoder
 from quantize.errors import QuantizeError
 from quantize.experts import SplitExperts, for_every_expert, with_one_expert
-from quantize.formats.compressed_tensors import pack_weight, quantization_config, unpack_weight
+from quantize.formats.choose import FORMATS, Format
+from quantize.formats.half import raise_small_scales
 from quantize.gram import InputRecorder
 from quantize.journal import Entry, Journal, file_digest
 from quantize.layer import QuantizedModule, quantize_layer, round_module
@@ -35,7 +36,7 @@ from quantize.method import SMOOTHQUANT
 from quantize.methods.fusion import Fusion, find_fusions
 from quantize.progress import Progress, silent
 from quantize.recipe import Recipe
-from quantize.scheme import Scheme, dequantize
+from quantize.scheme import QuantizedWeight, Scheme, dequantize
 from quantize.targets import Targets, choose_targets
 from quantize.walk import Walk, float32_copy
 
@@ -62,6 +63,10 @@ class Work:
     device: torch.device
     walk: Walk | None = None
     fusions: dict[tuple[str, ...], tuple[Fusion, ...]] = field(default_factory=dict)
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.recipe.format]
 
     @property
     def files(self) -> list[str]:
@@ -186,11 +191,11 @@ def finish_layer(work: Work, index: int) -> tuple[dict[str, torch.Tensor], tuple
         results, changed = calibrated_layer(work, index, schemes)
     else:
         weights = {name: work.checkpoint.tensor(f"{prefix}{name}.weight").to(work.device) for name in schemes}
-        results, changed = {name: round_module(weights[name], scheme) for name, scheme in schemes.items()}, {}
+        results, changed = {name: rounded(work, weights[name], scheme) for name, scheme in schemes.items()}, {}
     tensors: dict[str, torch.Tensor] = {}
     records = []
     for name, result in results.items():
-        stored = pack_weight(prefix + name, result.quantized)
+        stored = work.format.pack(prefix + name, result.quantized)
         tensors.update(stored)
         records.append(result.record(prefix + name, stored))
     for name in work.checkpoint.tensor_names:
@@ -198,6 +203,16 @@ def finish_layer(work: Work, index: int) -> tuple[dict[str, torch.Tensor], tuple
         if name.startswith(prefix) and local.removesuffix(".weight") not in schemes:
             tensors[name] = changed[local] if local in changed else work.checkpoint.tensor(name)
     return tensors, tuple(records)
+
+
+def rounded(work: Work, weight: torch.Tensor, scheme: Scheme, fallback: str | None = None) -> QuantizedModule:
+    result = round_module(weight, scheme, work.format.scale_dtype(weight.dtype), fallback)
+    return storable(result, work.format)
+
+
+def storable(result: QuantizedModule, form: Format) -> QuantizedModule:
+    """A module's result with scales that the format can store."""
+    return replace(result, quantized=raise_small_scales(result.quantized)) if form.is_half else result
 
 
 def calibrated_layer(
@@ -223,9 +238,10 @@ def calibrated_layer(
             results, changed = quantize_layer(
                 layer, schemes, recorder.grams(), recorder.samples(), recorder.tokens(), fusions, work.recipe
             )
+        results = {name: storable(result, work.format) for name, result in results.items()}
         if plan.is_sequential and index + 1 < len(work.decoder.layers):
             for name, result in results.items():
-                put_weight(layer, name, dequantize(result.quantized))
+                put_weight(layer, name, result.quantized)
             walk.advance(index, layer)
     finally:
         layer.to("meta")
@@ -255,8 +271,13 @@ def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
 
 
-def put_weight(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
-    layer.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
+def put_weight(layer: nn.Module, name: str, quantized: QuantizedWeight) -> None:
+    """The linear with its quantized weight, in the dtype and on the device of the weight that it had."""
+    module = layer.get_submodule(name)
+    assert isinstance(module, nn.Linear)
+    before = module.weight
+    weight = dequantize(quantized, before.dtype).to(before.device)
+    module.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def replay_layer(work: Work, index: int, entry: Entry, needed: bool) -> None:
@@ -285,8 +306,8 @@ def put_stored_layer(work: Work, layer: nn.Module, prefix: str, entry: Entry) ->
             for name, tensor in stored.items()
             if name.startswith(f"{record.name}.")
         }
-        quantized = unpack_weight(own, work.targets.schemes[record.name])
-        put_weight(layer, record.name.removeprefix(prefix), dequantize(quantized).to(work.device))
+        quantized = work.format.unpack(own, work.targets.schemes[record.name])
+        put_weight(layer, record.name.removeprefix(prefix), quantized)
     quantized_weights = {f"{record.name}.weight" for record in entry.modules}
     for name, _ in list(layer.named_parameters()):
         if prefix + name in stored.keys() - quantized_weights:
@@ -307,8 +328,8 @@ def finish_rest(work: Work) -> tuple[dict[str, torch.Tensor], tuple[ModuleRecord
         if weight is None:
             weight = work.checkpoint.tensor(work.targets.tied_to)
         fallback = "round to nearest: outside the decoder layers" if work.recipe.plan.is_calibrated else None
-        result = round_module(weight, scheme, fallback)
-        stored = pack_weight(name, result.quantized)
+        result = rounded(work, weight, scheme, fallback)
+        stored = work.format.pack(name, result.quantized)
         tensors.update(stored)
         records.append(result.record(name, stored))
     return tensors, tuple(records)
@@ -333,7 +354,7 @@ def finish_checkpoint(work: Work, journal: Journal, source_digest: str, identity
     folder, checkpoint, targets = work.folder, work.checkpoint, work.targets
     modules = tuple(record for entry in journal.entries for record in entry.modules)
     weight_map = {name: entry.file for entry in journal.entries for name in entry.tensors}
-    packed = [record for record in modules if f"{record.name}.weight_scale" in weight_map]
+    packed = [record for record in modules if f"{record.name}.{work.format.leaf}" in weight_map]
     if len(packed) != len(targets.schemes):
         raise QuantizeError(
             f"{folder}: {len(packed)} of {len(targets.schemes)} modules were packed; this is a bug, report it"
@@ -341,7 +362,7 @@ def finish_checkpoint(work: Work, journal: Journal, source_digest: str, identity
     config = dict(checkpoint.config)
     if targets.unties:
         config["tie_word_embeddings"] = False
-    config["quantization_config"] = quantization_config(targets.schemes, targets.ignored)
+    config["quantization_config"] = work.format.config(targets.schemes, targets.ignored)
     size = sum((folder / file).stat().st_size for file in work.files)
     write_atomically(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}

@@ -13,7 +13,7 @@ from quantize.errors import QuantizeError
 from quantize.method import METHODS, Method
 from quantize.scheme import PER_CHANNEL, Scheme
 
-FORMATS = ("compressed-tensors",)
+FORMATS = ("compressed-tensors", "gptq", "awq")
 AUTO_GROUP_SIZES = (128, 64, 32)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from quantize.checkpoint import Checkpoint
 from quantize.decoder import Decoder
 from quantize.errors import QuantizeError
+from quantize.formats.choose import refuse_misfits
 from quantize.recipe import AUTO_GROUP_SIZES, Recipe
 from quantize.scheme import Scheme
 
@@ -53,6 +54,8 @@ def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> 
     schemes = {name: recipe.scheme_of(name, auto) for name in chosen}
     expert_notes = fit_experts(decoder, schemes)
     refuse_odd_groups({name: module.in_features for name, module in chosen.items()}, schemes)
+    shapes = {name: (module.out_features, module.in_features) for name, module in chosen.items()}
+    refuse_misfits(schemes, shapes, head, recipe.format)
     for name in head:
         if name in schemes and f"{name}.weight" not in checkpoint.files and not decoder.head_is_tied():
             raise QuantizeError(f"{checkpoint.path}: has no tensor {name}.weight to quantize; put {name} into ignore")

@@ -43,6 +43,11 @@ def storage_format(scheme: Scheme) -> str:
     return PLAIN if scheme.bits == 8 and scheme.activations == "int8" else PACKED
 
 
+def misfit(scheme: Scheme, outputs: int, inputs: int) -> str | None:
+    """Why a weight of this scheme and shape cannot be written so; None: all can."""
+    return None
+
+
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Signed codes int8 [rows, C] as int32 [rows, ceil(C * bits / 32)]; see the file's docstring."""
     rows, columns = codes.shape
