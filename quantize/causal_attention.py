@@ -39,10 +39,11 @@ class FasterCausalAttention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention and is_plain_causal(*args, **kwargs):
+        if func is functional.scaled_dot_product_attention and len(args) == 3 and is_plain_causal(*args, **kwargs):
             library = load_native(SOURCE)
             if library is not None:
-                return run_native(library, *args[:3], kwargs.get("scale"))
+                query, key, value = args[:3]
+                return run_native(library, query, key, value, kwargs.get("scale"))
         return func(*args, **kwargs)
 
 

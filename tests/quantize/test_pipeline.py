@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GptO
 import quantize.pipeline as pipeline
 from quantize import Manifest, Recipe, quantize_checkpoint
 from quantize.atomic import atomic_directory
+from quantize.causal_attention import FasterCausalAttention
 from quantize.checkpoint import Checkpoint
 from quantize.decoder import load_module, open_decoder
 from quantize.errors import QuantizeError
@@ -225,7 +226,7 @@ def test_the_walk_gives_each_layer_what_the_model_gives_it(spelling_llama, spell
         layer.to("meta")
         assert all(parameter.is_meta for parameter in decoder.model.parameters())
     model = AutoModelForCausalLM.from_pretrained(spelling_llama)
-    with torch.no_grad():
+    with torch.no_grad(), FasterCausalAttention():
         assert torch.equal(model.model.norm(torch.cat(walk.states)), model.model(ids).last_hidden_state)
 
 
