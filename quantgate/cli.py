@@ -6,6 +6,7 @@ import sys
 import typer
 
 from quantgate.commands.decide import register_decision_commands
+from quantgate.commands.external import external_app
 from quantgate.commands.measure import register_measuring_commands
 from quantgate.commands.prepare import register_preparing_commands
 from quantgate.commands.release import release_app
@@ -25,6 +26,7 @@ register_preparing_commands(app)
 register_measuring_commands(app)
 register_decision_commands(app)
 app.add_typer(release_app, name="release")
+app.add_typer(external_app, name="external")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ def module_table(manifest: Manifest) -> Table:
             module.name,
             str(module.bits),
             _group(module.group_size),
-            f"{module.relative_error:.2e}",
+            "" if module.relative_error is None else f"{module.relative_error:.2e}",
             module.error_of,
             module.fallback or "",
             str(module.dead_columns or ""),
@@ -46,8 +46,10 @@ def manifest_lines(manifest: Manifest) -> list[str]:
         lines.append(
             f"calibrated on {text['samples']} windows of {text['sequence_length']} tokens from {text['source']}"
         )
-    worst = max(manifest.modules, key=lambda module: module.relative_error)
-    lines.append(f"worst     {worst.name}: relative error {worst.relative_error:.2e} of its {worst.error_of}")
+    compared = [(module.relative_error, module) for module in manifest.modules if module.relative_error is not None]
+    if compared:
+        error, worst = max(compared, key=lambda pair: pair[0])
+        lines.append(f"worst     {worst.name}: relative error {error:.2e} of its {worst.error_of}")
     fallbacks = Counter(module.fallback for module in manifest.modules if module.fallback)
     lines += [f"fallback  {count} modules: {why}" for why, count in fallbacks.items()]
     return lines + [f"note      {note}" for note in manifest.notes]

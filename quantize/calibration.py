@@ -28,6 +28,17 @@ class Calibration:
     source: str
     note: str | None
 
+    def to_mapping(self, chat_template_digest: str | None) -> dict[str, Any]:
+        """What a manifest keeps of it."""
+        samples, sequence_length = self.token_ids.shape
+        return {
+            "source": self.source,
+            "digest": self.digest,
+            "samples": samples,
+            "sequence_length": sequence_length,
+            "chat_template_digest": chat_template_digest,
+        }
+
 
 def load_calibration(path: Path | None, tokenizer: Any, samples: int, sequence_length: int) -> Calibration:
     """Up to `samples` windows of `sequence_length` tokens from the lines {"text": ...} or {"messages": [...]} of a

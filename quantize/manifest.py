@@ -23,15 +23,16 @@ NAMED = 8
 @dataclass(frozen=True)
 class ModuleRecord:
     """One quantized linear. relative_error is ‖WX−ŴX‖²/‖WX‖² on the calibration inputs X where error_of is "outputs",
-    and ‖W−Ŵ‖²/‖W‖² where it is "weights" (methods that need no calibration). clipped_scales counts groups whose range
-    was cut on purpose, dead_columns inputs that calibration never moved. bytes is the size of its tensors as stored.
-    tokens is how many calibration tokens reached it, None where none were asked for."""
+    ‖W−Ŵ‖²/‖W‖² where it is "weights" (methods that need no calibration), and None where what an external quantizer left
+    cannot be compared. clipped_scales counts groups whose range was cut on purpose, dead_columns inputs that
+    calibration never moved. bytes is the size of its tensors as stored. tokens is how many calibration tokens reached
+    it, None where none were asked for."""
 
     name: str
     bits: int
     group_size: int
     symmetric: bool
-    relative_error: float
+    relative_error: float | None
     error_of: str
     fallback: str | None
     dead_columns: int

@@ -17,12 +17,14 @@ GPTQ = "gptq"
 class Method:
     """`bits` it is made for, the default first. scaling: AWQ, SMOOTHQUANT or None. rounding: NEAREST, CLIPPED (each
     group's range cut for the least output error) or GPTQ. activations: what the layer computes with, when the method
-    is made for quantized ones."""
+    is made for quantized ones. external: the library that does all of it, and its algorithm; the other fields then only
+    say whether it needs calibration."""
 
     bits: tuple[int, ...]
     scaling: str | None = None
     rounding: str = NEAREST
     activations: str | None = None
+    external: tuple[str, str] | None = None
 
     @property
     def is_calibrated(self) -> bool:
@@ -44,3 +46,32 @@ METHODS = {
     "smoothquant": Method((8,), SMOOTHQUANT, NEAREST, "int8"),
     "smoothquant+gptq": Method((8,), SMOOTHQUANT, GPTQ, "int8"),
 }
+
+
+EXTERNAL_METHODS = {
+    f"external:{library}:{algorithm}": Method(
+        bits,
+        AWQ if algorithm == AWQ else None,
+        GPTQ if algorithm == GPTQ else NEAREST,
+        external=(library, algorithm),
+    )
+    for library, algorithm, bits in (
+        ("llmcompressor", GPTQ, (4, 8)),
+        ("llmcompressor", AWQ, (4, 8)),
+        ("llmcompressor", "rtn", (4, 8)),
+        ("gptqmodel", GPTQ, (4, 3, 8)),
+        ("gptqmodel", AWQ, (4,)),
+        ("autoawq", AWQ, (4,)),
+        ("autogptq", GPTQ, (4, 3, 8)),
+    )
+}
+"""What `external/` drives. The library's name alone means the first of its algorithms."""
+
+
+def method_named(name: object) -> Method | None:
+    """One of `METHODS`, or an external one: "external:llmcompressor:awq", "external:llmcompressor"."""
+    if not isinstance(name, str):
+        return None
+    return METHODS.get(name) or next(
+        (method for full, method in EXTERNAL_METHODS.items() if full == name or full.rpartition(":")[0] == name), None
+    )

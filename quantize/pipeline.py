@@ -96,6 +96,11 @@ def quantize_checkpoint(
     begin = time.perf_counter()
     tell = progress or silent
     checkpoint = Checkpoint.open(source, quantized_ok=False)
+    if recipe.plan.external is not None:
+        # It stands on this file's steps, so it cannot be imported above.
+        from quantize.external.run import quantize_externally
+
+        return quantize_externally(checkpoint, recipe, Path(out), calibration, replace, tell)
     decoder = open_decoder(checkpoint)
     targets = choose_targets(decoder, recipe, checkpoint)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -373,15 +378,7 @@ def finish_checkpoint(work: Work, journal: Journal, source_digest: str, identity
         source_digest=source_digest,
         fingerprint=identity,
         recipe=work.recipe.to_mapping(),
-        calibration=None
-        if text is None
-        else {
-            "source": text.source,
-            "digest": text.digest,
-            "samples": text.token_ids.shape[0],
-            "sequence_length": text.token_ids.shape[1],
-            "chat_template_digest": checkpoint.chat_template_digest(),
-        },
+        calibration=None if text is None else text.to_mapping(checkpoint.chat_template_digest()),
         versions=versions(),
         modules=modules,
         bytes_before=checkpoint.bytes(),

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from quantize.errors import QuantizeError
-from quantize.method import METHODS, Method
+from quantize.method import AWQ, EXTERNAL_METHODS, METHODS, Method, method_named
 from quantize.scheme import PER_CHANNEL, Scheme
 
 FORMATS = ("compressed-tensors", "gptq", "awq")
@@ -97,7 +97,9 @@ class Recipe:
 
     @property
     def plan(self) -> Method:
-        return METHODS[self.method]
+        method = method_named(self.method)
+        assert method is not None
+        return method
 
     def skips(self, name: str) -> bool:
         """Whether the module keeps its weights: ignored, or skipped by its first matching override."""
@@ -123,8 +125,9 @@ class Recipe:
 
 def check(recipe: Recipe, where: str) -> None:
     """Types and ranges of single fields."""
-    if not isinstance(recipe.method, str) or recipe.method not in METHODS:
-        raise QuantizeError(f"{where}: method: {recipe.method!r} is unknown; one of {', '.join(METHODS)}")
+    if method_named(recipe.method) is None:
+        known = EXTERNAL_METHODS if str(recipe.method).startswith("external") else METHODS
+        raise QuantizeError(f"{where}: method: {recipe.method!r} is unknown; one of {', '.join(known)}")
     for name, low in (("samples", 1), ("sequence_length", 2), ("seed", 0)):
         value = getattr(recipe, name)
         if not is_int(value) or value < low:
@@ -150,6 +153,23 @@ def check_combination(recipe: Recipe, where: str) -> None:
         raise QuantizeError(f"{where}: activations: int8 activations need symmetric 8-bit weights")
     if recipe.activations == "int8" and recipe.group_size not in (None, PER_CHANNEL):
         raise QuantizeError(f"{where}: group_size: int8 activations need one scale per output channel (-1)")
+    if recipe.plan.external is not None:
+        check_external(recipe, where)
+
+
+def check_external(recipe: Recipe, where: str) -> None:
+    """What the libraries cannot be asked for through one recipe."""
+    library, algorithm = recipe.plan.external or ("", "")
+    if recipe.overrides:
+        raise QuantizeError(f"{where}: overrides: {recipe.method} takes none; use a method of quantgate's own")
+    if recipe.activations is not None:
+        raise QuantizeError(f"{where}: activations: {recipe.method} quantizes weights only here")
+    if recipe.ignore != ("lm_head",):
+        raise QuantizeError(f"{where}: ignore: {recipe.method} leaves lm_head as it is and takes nothing else")
+    if recipe.symmetric and algorithm == AWQ and library != "llmcompressor":
+        raise QuantizeError(
+            f"{where}: symmetric: {recipe.method} writes zero points always; add symmetric: false (--asymmetric)"
+        )
 
 
 def check_group_size(value: Any, where: str) -> None:
