@@ -1,8 +1,8 @@
 """Runs inside the environment of an external quantizer, with none of this package: a job in, a checkpoint out.
 
 usage: python -I drive.py JOB.json. The job holds library, algorithm, source, out, report (paths), bits, group_size
-(-1 per channel), symmetric, damp, act_order and token_ids [windows][tokens]. Each library is called as its own
-documentation does; what it needs beyond that to run on a CPU is set right here, with the reason. The versions used are
+(-1 per channel), symmetric and token_ids [windows][tokens]. Each library is called as its own documentation does, with
+its own defaults; what it needs beyond that to run on a CPU is set right here, with the reason. The versions used are
 written to `report` when all is done; the seconds of every stage are printed.
 """
 
@@ -49,8 +49,7 @@ def run_llmcompressor(job: dict[str, Any]) -> None:
     }
     settings = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"]}
     if job["algorithm"] == "gptq":
-        static = {} if job["act_order"] else {"actorder": None}
-        recipe = [GPTQModifier(dampening_frac=job["damp"], **static, **settings)]
+        recipe = [GPTQModifier(**settings)]
     elif job["algorithm"] == "awq":
         recipe = [AWQModifier(duo_scaling="both"), QuantizationModifier(**settings)]
     else:
@@ -72,8 +71,67 @@ def run_llmcompressor(job: dict[str, Any]) -> None:
         model.save_pretrained(job["out"], save_compressed=True)
 
 
+def run_gptqmodel(job: dict[str, Any]) -> None:
+    with timed("import"):
+        import torch
+        from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+        from gptqmodel.quantization.config import FORMAT, METHOD
+    # AWQ has no kernel of its own for a CPU unless it is named, and GEMM is the format that others load.
+    is_awq, has_cuda = job["algorithm"] == "awq", torch.cuda.is_available()
+    backend = BACKEND.AWQ_TORCH if is_awq and not has_cuda else BACKEND.AUTO
+    kind = {"method": METHOD.AWQ, "format": FORMAT.GEMM} if is_awq else {"desc_act": False}
+    config = QuantizeConfig(bits=job["bits"], group_size=job["group_size"], sym=job["symmetric"], **kind)
+    with timed("load"):
+        model = GPTQModel.load(job["source"], config, device="cuda" if has_cuda else "cpu")
+    with timed("quantize"):
+        windows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in job["token_ids"]]
+        model.quantize(windows, batch_size=1, backend=backend)
+    with timed("save"):
+        model.save(job["out"])
+
+
+def run_autoawq(job: dict[str, Any]) -> None:
+    with timed("import"):
+        import torch
+        from awq import AutoAWQForCausalLM
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with timed("load"):
+        model = AutoAWQForCausalLM.from_pretrained(job["source"], device_map={"": device}, trust_remote_code=False)
+    with timed("quantize"):
+        windows = job["token_ids"]
+        model.quantize(
+            None,
+            quant_config={
+                "zero_point": not job["symmetric"],
+                "q_group_size": job["group_size"],
+                "w_bit": job["bits"],
+                "version": "GEMM",
+            },
+            calib_data=windows,
+            max_calib_samples=len(windows),
+            max_calib_seq_len=len(windows[0]),
+        )
+    with timed("save"):
+        model.save_quantized(job["out"])
+
+
+def run_autogptq(job: dict[str, Any]) -> None:
+    with timed("import"):
+        from auto_gptq import AutoGPTQForCausalLM, BaseQuantizeConfig
+    config = BaseQuantizeConfig(bits=job["bits"], group_size=job["group_size"], sym=job["symmetric"], desc_act=False)
+    with timed("load"):
+        model = AutoGPTQForCausalLM.from_pretrained(job["source"], config)
+    with timed("quantize"):
+        model.quantize([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in job["token_ids"]])
+    with timed("save"):
+        model.save_quantized(job["out"], use_safetensors=True)
+
+
 LIBRARIES: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "llmcompressor": ("llmcompressor", run_llmcompressor),
+    "gptqmodel": ("gptqmodel", run_gptqmodel),
+    "autoawq": ("autoawq", run_autoawq),
+    "autogptq": ("auto-gptq", run_autogptq),
 }
 
 

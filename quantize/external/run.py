@@ -65,8 +65,6 @@ class Order:
             "bits": self.scheme.bits,
             "group_size": self.scheme.group_size,
             "symmetric": self.scheme.symmetric,
-            "damp": self.recipe.damp,
-            "act_order": self.recipe.act_order,
             "token_ids": self.calibration.token_ids.tolist() if self.calibration else [],
         }
 
