@@ -72,6 +72,10 @@ def open_decoder(checkpoint: Checkpoint) -> Decoder:
     not fit."""
     try:
         config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+        if getattr(config, "is_encoder_decoder", False):
+            raise QuantizeError(
+                f"{checkpoint.path}: {config.model_type} is an encoder with a decoder; only decoders are supported"
+            )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=weights_dtype(checkpoint), trust_remote_code=False)
     except QuantizeError:
@@ -136,13 +140,19 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 
 def refuse_unquantizable(decoder: Decoder, checkpoint: Checkpoint) -> None:
-    layer = decoder.layers[0]
-    kind = type(layer).__name__
-    for name, module in layer.named_modules():
+    kind = type(decoder.layers[0]).__name__
+    for name, module in decoder.layers.named_modules():
+        name = f"{kind}.{name.partition('.')[2]}"
         if is_transposed_linear(module):
             raise QuantizeError(
-                f"{checkpoint.path}: {kind}.{name} is a Conv1D (weights stored transposed, as in GPT-2), "
+                f"{checkpoint.path}: {name} is a Conv1D (weights stored transposed, as in GPT-2), "
                 "which compressed-tensors cannot express; such models are not supported"
+            )
+        if isinstance(module, nn.Conv1d):
+            # Mamba's forward reads the weight of a linear without calling it: a quantized one has none.
+            raise QuantizeError(
+                f"{checkpoint.path}: {name} is a convolution over tokens (a state-space or hybrid model); "
+                "only decoders with attention are supported"
             )
     for index, layer in enumerate(decoder.layers):
         for name, parameter in layer.named_parameters():
