@@ -16,6 +16,9 @@ import torch
 
 from quantize.errors import QuantizeError
 
+LEAST = 0.1
+"""What the most frequent token counts, when the rarest counts 1."""
+
 SHIPPED = Path(__file__).parent / "data" / "calibration.jsonl"
 
 
@@ -123,3 +126,16 @@ def text_of(line: str, spot: str, tokenizer: Any) -> str:
     except Exception as failure:
         reason = " ".join(str(failure).split())
         raise QuantizeError(f"{spot}: the chat template refuses these messages ({reason})") from None
+
+
+def rarity(token_ids: torch.Tensor) -> torch.Tensor:
+    """How much each token counts when rare ones count more, float32 [windows, tokens] in [LEAST, 1].
+
+    Linear in how often the token's id occurs in this text, from 1 for the rarest to LEAST for the most frequent: one of
+    the importances that Sung et al. weigh GPTQ's Hessian with, "RSQ: Learning from Important Tokens Leads to Better
+    Quantized LLMs" (arXiv 2503.01820).
+    """
+    _, index, counts = token_ids.unique(return_inverse=True, return_counts=True)
+    frequency = counts[index].float()
+    span = frequency.max() - frequency.min()
+    return 1.0 - (1.0 - LEAST) * (frequency - frequency.min()) / span.clamp(min=1.0)

@@ -26,12 +26,16 @@ class Gram:
     def __init__(self, inputs: int, device: torch.device) -> None:
         self._sum = torch.zeros(inputs, inputs, dtype=torch.float32, device=device)
         self.tokens = 0
+        self._weight = 0.0
 
-    def add(self, activations: torch.Tensor) -> None:
-        """`activations` [..., K]"""
+    def add(self, activations: torch.Tensor, importance: torch.Tensor | None = None) -> None:
+        """`activations` [..., K]; `importance` float32 [tokens] weighs each token's square."""
         rows = activations.reshape(-1, activations.shape[-1])
         library = load_native(SOURCE) if rows.is_cpu and rows.dtype == torch.bfloat16 and cpu_is_supported() else None
-        if library is None:
+        self._weight += rows.shape[0] if importance is None else float(importance.sum())
+        if importance is not None:
+            add_in_blocks(self._sum, rows.float() * importance.sqrt()[:, None])
+        elif library is None:
             add_in_blocks(self._sum, rows.float())
         else:
             rows = rows.contiguous()
@@ -40,8 +44,8 @@ class Gram:
         self.tokens += rows.shape[0]
 
     def matrix(self) -> torch.Tensor:
-        """H, float32 [K, K], symmetric to the bit."""
-        upper = self._sum.triu() / max(self.tokens, 1)
+        """H, float32 [K, K], symmetric to the bit: the mean over tokens, weighted by their importance."""
+        upper = self._sum.triu() / (self._weight or 1.0)
         return upper + upper.triu(1).T
 
 
@@ -74,6 +78,8 @@ class InputRecorder:
         self._grams: dict[str, Gram] = {}
         self._seen: list[tuple[str, torch.Tensor]] = []
         self._last: str | None = None
+        self.importance: torch.Tensor | None = None
+        """How much each token of the coming pass counts, float32 [tokens]; None: all alike."""
 
     @contextmanager
     def watching(self, only_inputs: bool = False) -> Iterator[None]:
@@ -107,6 +113,11 @@ class InputRecorder:
         tokens = {name: torch.cat(rows) for name, rows in self._samples.items()}
         return {name: tokens[leader] for name, leader in self.leader.items() if leader in tokens}
 
+    def _importance_of(self, activations: torch.Tensor) -> torch.Tensor | None:
+        """An expert gets a choice of the tokens, of which nothing says which they are: there all count alike."""
+        whole = self.importance is not None and activations.shape[:-1].numel() == len(self.importance)
+        return self.importance if whole else None
+
     def _hook(self, name: str, only_inputs: bool) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def record(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             activations = args[0]
@@ -121,7 +132,7 @@ class InputRecorder:
                     rows = activations.reshape(-1, activations.shape[-1])
                     skipped = -self._grams[name].tokens % self._sampled_every
                     self._samples.setdefault(name, []).append(rows[skipped :: self._sampled_every].float())
-                self._grams[name].add(activations)
+                self._grams[name].add(activations, self._importance_of(activations))
             if only_inputs and name == self._last:
                 raise InputsKnown
 

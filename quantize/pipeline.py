@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from quantize.atomic import atomic_directory, write_atomically
-from quantize.calibration import Calibration, load_calibration
+from quantize.calibration import Calibration, load_calibration, rarity
 from quantize.checkpoint import CONFIG, INDEX, Checkpoint, one_line, refuse_nonfinite
 from quantize.decoder import Decoder, load_module, open_decoder
 from quantize.errors import QuantizeError
@@ -35,7 +35,7 @@ from quantize.manifest import MANIFEST, Manifest, ModuleRecord, too_few_tokens
 from quantize.method import SMOOTHQUANT
 from quantize.methods.fusion import Fusion, find_fusions
 from quantize.progress import Progress, silent
-from quantize.recipe import Recipe
+from quantize.recipe import RARITY, Recipe
 from quantize.scheme import QuantizedWeight, Scheme, dequantize
 from quantize.targets import Targets, choose_targets
 from quantize.walk import Walk, float32_copy
@@ -184,7 +184,9 @@ def versions() -> dict[str, str]:
 def started_walk(work: Work) -> Walk:
     if work.walk is None:
         assert work.calibration is not None
-        work.walk = Walk(work.decoder, work.checkpoint, work.calibration.token_ids, work.device)
+        token_ids = work.calibration.token_ids
+        importance = rarity(token_ids) if work.recipe.token_importance == RARITY else None
+        work.walk = Walk(work.decoder, work.checkpoint, token_ids, work.device, importance)
     return work.walk
 
 

@@ -10,10 +10,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from quantize.errors import QuantizeError
-from quantize.method import AWQ, EXTERNAL_METHODS, METHODS, Method, method_named
+from quantize.method import AWQ, EXTERNAL_METHODS, GPTQ, METHODS, Method, method_named
 from quantize.scheme import PER_CHANNEL, Scheme
 
 FORMATS = ("compressed-tensors", "gptq", "awq")
+RARITY = "rarity"
 AUTO_GROUP_SIZES = (128, 64, 32)
 
 
@@ -33,6 +34,7 @@ class Recipe:
     """bits and activations default by method; group_size None means per channel at 8 bits, else 128 where it divides
     every target, else 64, else 32. samples windows of sequence_length tokens calibrate the methods that need it. damp
     is the share of the Hessian's mean diagonal that gptq adds first; seed is that of the proof of where scales may go.
+    token_importance: "rarity" lets rare tokens count more in gptq's Hessian.
 
     Symmetric is the default for every method because it loads everywhere: some versions of SGLang and vLLM take
     compressed-tensors of 4 bits only so, and asymmetric weights cannot go out as GPTQ at all. Zero points buy accuracy
@@ -51,6 +53,7 @@ class Recipe:
     seed: int = 0
     damp: float = 0.01
     act_order: bool = True
+    token_importance: str | None = None
     format: str = "compressed-tensors"
 
     def __post_init__(self) -> None:
@@ -149,6 +152,10 @@ def check(recipe: Recipe, where: str) -> None:
 
 def check_combination(recipe: Recipe, where: str) -> None:
     """What the fields must be together, once the defaults are in place."""
+    if recipe.token_importance not in (None, RARITY):
+        raise QuantizeError(f"{where}: token_importance: {recipe.token_importance!r} is neither null nor {RARITY}")
+    if recipe.token_importance and recipe.plan.rounding != GPTQ:
+        raise QuantizeError(f"{where}: token_importance: only gptq weighs tokens, not {recipe.method}")
     if recipe.activations == "int8" and not (recipe.bits == 8 and recipe.symmetric):
         raise QuantizeError(f"{where}: activations: int8 activations need symmetric 8-bit weights")
     if recipe.activations == "int8" and recipe.group_size not in (None, PER_CHANNEL):

@@ -37,7 +37,16 @@ class StopForward(Exception):
 class Walk:
     """`states`: one tensor [batch, tokens, hidden] per calibration batch, the inputs of the layer that comes next."""
 
-    def __init__(self, decoder: Decoder, checkpoint: Checkpoint, token_ids: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        checkpoint: Checkpoint,
+        token_ids: torch.Tensor,
+        device: torch.device,
+        importance: torch.Tensor | None = None,
+    ) -> None:
+        """token_ids int64 [windows, tokens]; `importance` float32 of the same shape says how much each token counts in
+        what `observe` records."""
         self.decoder = decoder
         self.device = device
         self._returns_tuple = False
@@ -45,6 +54,7 @@ class Walk:
         self.sampled_every = max(1, token_ids.numel() // SAMPLED_TOKENS)
         batch = max(1, BATCH_TOKENS // token_ids.shape[1])
         batches = [ids.to(device) for ids in token_ids.split(batch)]
+        self._importance = None if importance is None else [part.to(device) for part in importance.split(batch)]
         probe_ids = batches[0][:1, :PROBE_TOKENS]
         with outside_of_layers(decoder, checkpoint, device), torch.inference_mode():
             self.states = [self._first_layer_inputs(ids) for ids in batches]
@@ -71,7 +81,9 @@ class Walk:
     def observe(self, index: int, layer: nn.Module, recorder: InputRecorder) -> None:
         """Runs the layer for its linears' inputs only; the states stay."""
         with recorder.watching(only_inputs=True):
-            for state in self.states:
+            for position, state in enumerate(self.states):
+                if self._importance is not None:
+                    recorder.importance = self._importance[position].reshape(-1)
                 with suppress(InputsKnown):
                     self.run_layer(index, layer, state)
                 recorder.next_batch()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from quantize.calibration import SHIPPED, load_calibration
+from quantize.calibration import SHIPPED, load_calibration, rarity
 from quantize.errors import QuantizeError
 
 
@@ -111,3 +111,9 @@ def test_messages_need_a_chat_template(tmp_path, tokenizer):
     file = write(tmp_path, {"messages": [{"role": "user", "content": "hi"}]})
     with pytest.raises(QuantizeError, match="no chat template"):
         load_calibration(file, tokenizer, 1, 8)
+
+
+def test_rare_tokens_count_more_between_a_tenth_and_one():
+    weights = rarity(torch.tensor([[5, 5, 5, 7], [5, 9, 9, 5]]))
+    torch.testing.assert_close(weights, torch.tensor([[0.1, 0.1, 0.1, 1.0], [0.1, 0.775, 0.775, 0.1]]))
+    assert (rarity(torch.arange(6).view(2, 3)) == 1).all()

@@ -123,3 +123,15 @@ def test_an_expert_that_runs_after_the_last_of_an_earlier_pass_is_still_recorded
                 model(batch)
             recorder.next_batch()
     assert recorder.tokens() == {"first": 4 + 6 + 1, "second": 2 + 6 + 3}
+
+
+def test_important_tokens_weigh_more_and_all_alike_is_the_plain_mean():
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(30, 8, generator=generator)
+    importance = torch.rand(30, generator=generator) + 0.1
+    weighed, alike = Gram(8, torch.device("cpu")), Gram(8, torch.device("cpu"))
+    weighed.add(rows, importance)
+    alike.add(rows, torch.full((30,), 0.5))
+    expected = (rows * importance[:, None]).double().T @ rows.double() / importance.sum()
+    torch.testing.assert_close(weighed.matrix().double(), expected.double(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(alike.matrix().double(), rows.double().T @ rows.double() / 30, rtol=1e-4, atol=1e-5)

@@ -89,6 +89,14 @@ def test_calibrated_methods_measure_their_output_error(results):
         assert all(0 < module.relative_error < 0.05 and module.error_of == "outputs" for module in modules)
 
 
+def test_token_importance_changes_what_gptq_compensates(results, spelling_llama, spelled_text, tmp_path):
+    recipe = recipe_of("gptq", token_importance="rarity")
+    quantize_checkpoint(spelling_llama, recipe, tmp_path / "out", calibration=spelled_text)
+    shard = "model-00001-of-00004.safetensors"
+    assert contents(tmp_path / "out")[shard] != contents(results["gptq"])[shard]
+    assert all(0 < module.relative_error < 0.05 for module in Manifest.read(tmp_path / "out").modules)
+
+
 def test_the_manifest_accounts_for_every_module_and_byte(results, spelling_llama):
     for method, folder in results.items():
         manifest = Manifest.read(folder)

@@ -98,6 +98,8 @@ def test_the_first_matching_override_wins_and_leaves_the_rest_alone():
         ({"method": "gptq", "overrides": {"a": None}}, "overrides: a:"),
         ({"method": "gptq", "gruop_size": 4}, "gruop_size: no such field"),
         ({"method": ["gptq"]}, "method:"),
+        ({"method": "gptq", "token_importance": "length"}, "token_importance: 'length' is neither null nor rarity"),
+        ({"method": "awq", "token_importance": "rarity"}, "token_importance: only gptq"),
         ("gptq", "mapping"),
     ],
 )
