@@ -40,9 +40,9 @@ def load_model(
     """
     opened = Checkpoint.open(checkpoint)
     quantization = quantization_of(opened)
-    model = _build_on_meta(opened, dtype)
+    model = build_on_meta(opened, dtype)
     if quantization:
-        shape_as_stored(model, _plain_names(opened))
+        shape_as_stored(model, plain_names(opened))
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     stored = stored_linears(quantization, opened.files, linears) if quantization else {}
     if stored is None:
@@ -103,7 +103,8 @@ class _Tensors:
         return tensor
 
 
-def _build_on_meta(opened: Checkpoint, dtype: torch.dtype | None) -> PreTrainedModel:
+def build_on_meta(opened: Checkpoint, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The model that config.json describes, on the meta device."""
     try:
         config = AutoConfig.from_pretrained(opened.path, trust_remote_code=False)
         if hasattr(config, "quantization_config"):
@@ -123,7 +124,7 @@ def _build_on_meta(opened: Checkpoint, dtype: torch.dtype | None) -> PreTrainedM
     return model
 
 
-def _plain_names(opened: Checkpoint) -> set[str]:
+def plain_names(opened: Checkpoint) -> set[str]:
     """The tensors that the checkpoint held before it was quantized."""
     return {
         f"{name.rpartition('.')[0]}.weight" if name.endswith((".weight_packed", ".weight_scale", ".qweight")) else name

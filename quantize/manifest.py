@@ -15,6 +15,8 @@ from quantize.checkpoint import read_json
 from quantize.errors import QuantizeError
 
 MANIFEST = "quantgate.json"
+GGUF_KEY = "quantgate.manifest"
+"""Under which a GGUF file carries the same text."""
 TOO_FEW = "too few calibration tokens"
 NAMED = 8
 """How many modules a note names; all of them have their records."""
@@ -72,8 +74,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path | str) -> "Manifest":
-        """Raises QuantizeError when the folder has no manifest, or one that this version does not know."""
-        content = read_json(Path(folder) / MANIFEST, "not a checkpoint of ours")
+        """Also from a GGUF file that one was converted into. Raises QuantizeError when the folder has no manifest, or
+        one that this version does not know."""
+        content = manifest_of_gguf(Path(folder)) if Path(folder).suffix == ".gguf" else None
+        content = content or read_json(Path(folder) / MANIFEST, "not a checkpoint of ours")
         names = {entry.name for entry in fields(cls)}
         if content.get("schema") != 1 or set(content) != names:
             raise QuantizeError(f"{Path(folder) / MANIFEST}: written by another version; quantize again")
@@ -105,6 +109,16 @@ def too_few_tokens(modules: tuple[ModuleRecord, ...]) -> tuple[str, ...]:
     shown = [f"{name} ({tokens} tokens)" for name, tokens in list(short.items())[:NAMED]]
     more = f" and {len(short) - NAMED} more" if len(short) > NAMED else ""
     return (f"{TOO_FEW}, so rounded to nearest: {', '.join(shown)}{more}; calibrate on more text",)
+
+
+def manifest_of_gguf(file: Path) -> dict[str, Any]:
+    from quantize.formats.gguf import read_metadata
+
+    written = read_metadata(file).get(GGUF_KEY)
+    if written is None:
+        raise QuantizeError(f"{file}: not a checkpoint of ours, it has no {GGUF_KEY}")
+    content: dict[str, Any] = json.loads(written)
+    return content
 
 
 def _misfits(record: object) -> Iterator[str]:

@@ -8,7 +8,6 @@ calibration states.
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from transformers import AutoTokenizer
 from quantize.atomic import atomic_directory, write_atomically
 from quantize.calibration import Calibration, load_calibration, rarity
 from quantize.checkpoint import CONFIG, INDEX, Checkpoint, one_line, refuse_nonfinite
+from quantize.companions import copy_companions
 from quantize.decoder import Decoder, load_module, open_decoder
 from quantize.errors import QuantizeError
 from quantize.experts import SplitExperts, for_every_expert, with_one_expert
@@ -39,12 +39,6 @@ from quantize.recipe import RARITY, Recipe
 from quantize.scheme import QuantizedWeight, Scheme, dequantize
 from quantize.targets import Targets, choose_targets
 from quantize.walk import Walk, float32_copy
-
-COPIED = ("*.jinja", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
-          "merges.txt", "additional_chat_templates", "LICENSE*")  # fmt: skip
-"""What goes along unchanged: tokenizer, chat templates, generation settings, licence; never code, never other
-weights."""
-
 
 REVISION = 4
 """Raised whenever a change of the code gives other bytes for the same recipe, so that old work is not continued."""
@@ -394,12 +388,3 @@ def finish_checkpoint(work: Work, journal: Journal, source_digest: str, identity
     )
     manifest.write(folder)
     return manifest
-
-
-def copy_companions(source: Path, folder: Path) -> None:
-    for pattern in COPIED:
-        for file in sorted(source.glob(pattern)):
-            if file.is_dir():
-                shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
-            elif file.suffix not in (".py", ".safetensors", ".bin", ".pt"):
-                shutil.copyfile(file, folder / file.name)

@@ -15,6 +15,7 @@ def register_preparing_commands(app: typer.Typer) -> None:
     """Add this file's commands."""
     app.command("fetch")(fetch_command)
     app.command("quantize")(quantize_command)
+    app.command("convert")(convert_command)
     app.command("inspect")(inspect_command)
     app.command("doctor")(doctor_command)
 
@@ -62,7 +63,7 @@ def quantize_command(
     samples: Annotated[int | None, typer.Option(help="Calibration windows (128).")] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens per calibration window (2048).")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of whatever the method draws.")] = None,
-    format: Annotated[str | None, typer.Option(help="On-disk format; default: compressed-tensors.")] = None,
+    format: Annotated[str | None, typer.Option(help="compressed-tensors (default), gptq or awq.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A YAML recipe; options given here override it.")] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -98,6 +99,29 @@ def quantize_command(
     screen.result({"path": str(out), **asdict(manifest)}, *manifest_lines(manifest), f"written to {out}")
 
 
+def convert_command(
+    checkpoint: CheckpointArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder, or for GGUF a .gguf file, to write.")],
+    format: Annotated[str, typer.Option(help="compressed-tensors, gptq, awq, gguf-q8_0 or gguf-q4_0.")],
+    json_output: JsonOption = False,
+) -> None:
+    """Write a quantized checkpoint in another format: without loss, or not at all.
+
+    Nothing is rounded here, so the checkpoint must be quantized already; for GGUF in groups of 32 or a multiple of it
+    (--method int8 --group-size 32 for gguf-q8_0, a 4-bit method for gguf-q4_0).
+
+    Example: quantgate convert smollm2-gptq --format gguf-q4_0 smollm2.gguf
+    """
+    from quantgate.source import resolve_checkpoint
+    from quantize.convert import convert_checkpoint
+
+    screen = Screen(json_output)
+    with screen.progress() as progress:
+        source = resolve_checkpoint(checkpoint, progress)
+        convert_checkpoint(source, format, out, progress)
+    screen.result({"path": str(out), "format": format}, f"written to {out}")
+
+
 def inspect_command(checkpoint: CheckpointArgument, json_output: JsonOption = False) -> None:
     """Show what was done to a quantized checkpoint: bits, error and fallbacks of every module, and the whole.
 
@@ -108,7 +132,7 @@ def inspect_command(checkpoint: CheckpointArgument, json_output: JsonOption = Fa
     from quantize import Manifest
 
     screen = Screen(json_output)
-    manifest = Manifest.read(resolve_checkpoint(checkpoint))
+    manifest = Manifest.read(checkpoint if checkpoint.endswith(".gguf") else resolve_checkpoint(checkpoint))
     screen.result(asdict(manifest), module_table(manifest), *manifest_lines(manifest))
 
 

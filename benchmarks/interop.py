@@ -1,0 +1,158 @@
+"""Whether others compute what we compute from our checkpoints: a model is quantized into every format, then loaded by
+vLLM, GPTQModel or transformers in an environment of their own, and the answers are compared.
+
+The same file runs on both sides: here it quantizes and says what to expect, under the other interpreter (`--answer`) it
+needs nothing of ours. Greedy tokens must be ours, or differ first where our own logits of the two tokens lie closer
+than the other side's dtype can tell apart.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+RECIPES = {
+    "int8": {"method": "int8"},
+    "int8-w8a8": {"method": "int8", "activations": "int8"},
+    "int4-g64": {"method": "int4", "group_size": 64},
+    "gptq-4bit-g64": {"method": "int4", "group_size": 64, "format": "gptq"},
+    "gptq-8bit": {"method": "int8", "group_size": 64, "format": "gptq"},
+    "gptq-4bit-partly": {
+        "method": "int4",
+        "group_size": 64,
+        "format": "gptq",
+        "overrides": {"*layers.1.mlp.down_proj": {"skip": True}},
+    },
+    "awq-4bit-g64": {"method": "int4", "group_size": 64, "format": "awq"},
+    "awq-4bit-g64-asymmetric": {"method": "int4", "group_size": 64, "format": "awq", "symmetric": False},
+}
+PROMPTS = [[5, 9, 17, 33, 2, 64, 11, 200], [100, 101, 102, 103, 104, 3, 77, 8, 9, 300, 12]]
+NEW_TOKENS = 24
+CLOSE = 0.02
+"""Largest gap, as a share of the logits' spread, that bf16 arithmetic in another order may close."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", required=True, help="the interpreter of an environment with the loader in it")
+    parser.add_argument("--loader", choices=sorted(ANSWERS), default="transformers")
+    parser.add_argument("--dtype", default="bfloat16", help="what the other side computes in")
+    parser.add_argument("--model", type=Path, help="a checkpoint; default: a random Llama of two layers")
+    parser.add_argument("--only", nargs="*", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    arguments = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        source = arguments.model or random_llama(Path(scratch) / "source")
+        for name in arguments.only:
+            results[name] = compare(source, name, Path(scratch) / name, arguments)
+            print(f"{name:26} {results[name]['verdict']}", flush=True)
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"loader": arguments.loader, "results": results}, indent=1) + "\n")
+    sys.exit(any(not result["agrees"] for result in results.values()))
+
+
+def random_llama(folder: Path) -> Path:
+    """Sizes that every loader's kernels take; weights large enough for its answers to differ from token to token."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=256,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def compare(source: Path, name: str, folder: Path, arguments: argparse.Namespace) -> dict:
+    import torch
+
+    from quantize import Recipe, load_model, quantize_checkpoint
+
+    quantize_checkpoint(source, Recipe.from_mapping(RECIPES[name]), folder)
+    answer = folder.with_name(f"{name}.json")
+    command = [arguments.python, __file__, "--answer", arguments.loader, str(folder), arguments.dtype, str(answer)]
+    # The other environment must not find our packages, and GPTQModel needs more workers than two cores give it.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"GPTQMODEL_CPU_WORKERS": "4", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    run = subprocess.run(command, env=environment, cwd=folder.parent, capture_output=True, text=True, check=False)
+    if run.returncode != 0 or not answer.is_file():
+        words = (run.stderr or run.stdout).strip().splitlines() or ["no answer"]
+        return {"agrees": False, "verdict": f"did not load: {words[-1][:200]}", "stderr": words[-40:]}
+    theirs = json.loads(answer.read_text())
+    model = load_model(folder, dtype=torch.float32)
+    equal, gaps = 0, []
+    for prompt, tokens in zip(PROMPTS, theirs, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        best = logits.argmax(-1).tolist()
+        first = next((index for index, pair in enumerate(zip(best, tokens, strict=True)) if pair[0] != pair[1]), None)
+        equal += len(tokens) if first is None else first
+        if first is not None:
+            row = logits[first]
+            gaps.append(float((row.max() - row[tokens[first]]) / (row.max() - row.min())))
+    worst = max(gaps, default=0.0)
+    total = sum(len(tokens) for tokens in theirs)
+    verdict = f"{equal} of {total} greedy tokens before a difference" + (f", gap {worst:.4f}" if gaps else "")
+    return {"agrees": worst <= CLOSE, "verdict": verdict, "equal": equal, "tokens": total, "gap": worst}
+
+
+def answer_of_vllm(folder: str, dtype: str) -> list[list[int]]:
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        folder, dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, max_num_seqs=4, seed=0
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def answer_of_transformers(folder: str, dtype: str) -> list[list[int]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map={"": "cpu"}).eval()
+    return greedy(model)
+
+
+def answer_of_gptqmodel(folder: str, dtype: str) -> list[list[int]]:
+    import torch
+    from gptqmodel import GPTQModel
+
+    return greedy(GPTQModel.load(folder, device="cpu", dtype=getattr(torch, dtype)).model)
+
+
+def greedy(model) -> list[list[int]]:
+    import torch
+
+    answers = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(NEW_TOKENS):
+            with torch.inference_mode():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        answers.append(ids[len(prompt) :])
+    return answers
+
+
+ANSWERS = {"vllm": answer_of_vllm, "transformers": answer_of_transformers, "gptqmodel": answer_of_gptqmodel}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--answer"]:
+        loader, checkpoint, precision, answer_file = sys.argv[2:]
+        Path(answer_file).write_text(json.dumps(ANSWERS[loader](checkpoint, precision)))
+    else:
+        main()
