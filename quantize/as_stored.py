@@ -58,6 +58,17 @@ def shape_as_stored(model: PreTrainedModel, stored: Iterable[str]) -> None:
         rename_module(model, path, renamed[path])
 
 
+def older_names(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """The tensors of `model` that are stored under another name only (GPT-NeoX's head is `embed_out`): the model's name
+    to the stored one."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    own = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    stored = set(stored)
+    renamed = {rename_source_key(name, renamings, [])[0]: name for name in stored - own}
+    return {name: old for name, old in renamed.items() if name in own - stored}
+
+
 def merges_experts(converter: WeightConverter) -> bool:
     """Whether a conversion stacks one tensor per expert, and at most puts such stacks beside one another."""
     first, *rest = converter.operations

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
 
-from quantize.as_stored import shape_as_stored
+from quantize.as_stored import older_names, shape_as_stored
 from quantize.checkpoint import Checkpoint, one_line, whole_numbers
 from quantize.errors import QuantizeError
 from quantize.formats.choose import StoredLinear, quantization_of, stored_linears
@@ -47,13 +47,14 @@ def load_model(
     stored = stored_linears(quantization, opened.files, linears) if quantization else {}
     if stored is None:
         return _load_through_transformers(opened, torch.device(device), dtype)
-    missing = _expected_names(model, stored) - set(opened.files)
+    older = older_names(model, opened.files)
+    missing = _expected_names(model, stored) - set(opened.files) - set(older)
     if missing and not stored:
         # Some mixtures of experts are stored under other names than they run under; transformers knows the mapping.
         return _load_through_transformers(opened, torch.device(device), dtype)
     if missing:
         raise _missing(opened.path, missing)
-    tensors = _Tensors(opened.files)
+    tensors = _Tensors(opened.files, older)
     _swap_linears(model, stored, tensors, torch.device(device))
     _assign_others(model, tensors, torch.device(device))
     return _finish(model, opened.path, torch.device(device))
@@ -85,8 +86,10 @@ def numerics(model: PreTrainedModel) -> dict[str, Any]:
 class _Tensors:
     """Reads tensors by name as views of the mapped files; a view stays valid, its mapping closes with the last one."""
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self.files = files
+    def __init__(self, files: Mapping[str, Path], older: Mapping[str, str]) -> None:
+        """`older`: names that the files do not know, and those under which they have them."""
+        self.files = {**files, **{name: files[stored] for name, stored in older.items()}}
+        self.older = older
         self._open: Any = None
         self._path: Path | None = None
         self._read_bytes = 0
@@ -96,7 +99,7 @@ class _Tensors:
         try:
             if path != self._path or self._read_bytes > REMAP_BYTES:
                 self._open, self._path, self._read_bytes = safe_open(path, framework="pt"), path, 0
-            tensor: torch.Tensor = self._open.get_tensor(name)
+            tensor: torch.Tensor = self._open.get_tensor(self.older.get(name, name))
         except (SafetensorError, OSError) as failure:
             raise QuantizeError(f"{path}: cannot read {name} ({one_line(failure)}); fetch it again") from None
         self._read_bytes += tensor.nbytes

@@ -12,12 +12,15 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
 )
 
+from quantize import Recipe, quantize_checkpoint
 from quantize.errors import QuantizeError
 from quantize.formats.compressed_tensors import pack_weight
 from quantize.linear import QuantizedLinear
@@ -221,3 +224,28 @@ print((peak - before) * 1024)
         check=True,
     )
     assert int(done.stdout.split()[-1]) < 1.4 * weights
+
+
+def test_a_head_stored_under_its_older_name_is_found(tmp_path):
+    """GPT-NeoX's lm_head is `embed_out` on disk, before and after quantizing."""
+    config = GPTNeoXConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=96,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "neox")
+    assert "embed_out.weight" in load_file(tmp_path / "neox" / "model.safetensors")
+    quantize_checkpoint(tmp_path / "neox", Recipe("int4", group_size=32), tmp_path / "out")
+    ours = load_model(tmp_path / "out", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert sum(isinstance(module, QuantizedLinear) for module in ours.modules()) == 8
+    assert torch.allclose(logits(ours), logits(theirs), atol=1e-5)
+    assert torch.allclose(
+        logits(load_model(tmp_path / "neox")),
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "neox")),
+        atol=1e-5,
+    )
