@@ -86,7 +86,12 @@ def compare(source: Path, name: str, folder: Path, arguments: argparse.Namespace
     command = [arguments.python, __file__, "--answer", arguments.loader, str(folder), arguments.dtype, str(answer)]
     # The other environment must not find our packages, and GPTQModel needs more workers than two cores give it.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"GPTQMODEL_CPU_WORKERS": "4", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment |= {
+        "GPTQMODEL_CPU_WORKERS": "4",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
     run = subprocess.run(command, env=environment, cwd=folder.parent, capture_output=True, text=True, check=False)
     if run.returncode != 0 or not answer.is_file():
         words = (run.stderr or run.stdout).strip().splitlines() or ["no answer"]

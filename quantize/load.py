@@ -216,7 +216,7 @@ def _load_through_transformers(opened: Checkpoint, device: torch.device, dtype: 
     """What is not stored as ours is; transformers' warnings about absent weights become an error."""
     path, config = opened.path, opened.config
     try:
-        with _silent_transformers():
+        with silent_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype or "auto", output_loading_info=True, use_safetensors=True, trust_remote_code=False
             )
@@ -236,7 +236,7 @@ def _load_through_transformers(opened: Checkpoint, device: torch.device, dtype: 
     return placed
 
 
-class _silent_transformers(AbstractContextManager[None]):
+class silent_transformers(AbstractContextManager[None]):
     """No progress bars and warnings of transformers': what they say comes as an error of ours."""
 
     def __enter__(self) -> None:

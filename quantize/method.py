@@ -18,13 +18,14 @@ class Method:
     """`bits` it is made for, the default first. scaling: AWQ, SMOOTHQUANT or None. rounding: NEAREST, CLIPPED (each
     group's range cut for the least output error) or GPTQ. activations: what the layer computes with, when the method
     is made for quantized ones. external: the library that does all of it, and its algorithm; the other fields then only
-    say whether it needs calibration."""
+    say whether it needs calibration. is_bitsandbytes: that library does it, in this process."""
 
     bits: tuple[int, ...]
     scaling: str | None = None
     rounding: str = NEAREST
     activations: str | None = None
     external: tuple[str, str] | None = None
+    is_bitsandbytes: bool = False
 
     @property
     def is_calibrated(self) -> bool:
@@ -48,6 +49,11 @@ METHODS = {
 }
 
 
+BITSANDBYTES_METHODS = {
+    "bnb-int8": Method((8,), is_bitsandbytes=True),
+    "bnb-nf4": Method((4,), is_bitsandbytes=True),
+}
+
 EXTERNAL_METHODS = {
     f"external:{library}:{algorithm}": Method(
         bits,
@@ -69,9 +75,9 @@ EXTERNAL_METHODS = {
 
 
 def method_named(name: object) -> Method | None:
-    """One of `METHODS`, or an external one: "external:llmcompressor:awq", "external:llmcompressor"."""
+    """One of `METHODS`, of bitsandbytes', or an external one, "external:llmcompressor:awq" or "external:llmcompressor"."""
     if not isinstance(name, str):
         return None
-    return METHODS.get(name) or next(
+    return (METHODS | BITSANDBYTES_METHODS).get(name) or next(
         (method for full, method in EXTERNAL_METHODS.items() if full == name or full.rpartition(":")[0] == name), None
     )

@@ -95,6 +95,10 @@ def quantize_checkpoint(
         from quantize.external.run import quantize_externally
 
         return quantize_externally(checkpoint, recipe, Path(out), calibration, replace, tell)
+    if recipe.plan.is_bitsandbytes:
+        from quantize.bnb import quantize_with_bitsandbytes
+
+        return quantize_with_bitsandbytes(checkpoint, recipe, Path(out), replace, tell)
     decoder = open_decoder(checkpoint)
     targets = choose_targets(decoder, recipe, checkpoint)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -167,12 +171,15 @@ def fingerprint(
     return hashlib.sha256(json.dumps(decisive, sort_keys=False).encode()).hexdigest()
 
 
-def versions() -> dict[str, str]:
+def versions(*more: str) -> dict[str, str]:
     try:
         own = metadata.version("quantgate")
     except metadata.PackageNotFoundError:
         own = "not installed"
-    return {"quantgate": own, **{name: metadata.version(name) for name in ("torch", "transformers", "safetensors")}}
+    return {
+        "quantgate": own,
+        **{name: metadata.version(name) for name in ("torch", "transformers", "safetensors", *more)},
+    }
 
 
 def started_walk(work: Work) -> Walk:

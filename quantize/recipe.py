@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from quantize.errors import QuantizeError
-from quantize.method import AWQ, EXTERNAL_METHODS, GPTQ, METHODS, Method, method_named
+from quantize.method import AWQ, BITSANDBYTES_METHODS, EXTERNAL_METHODS, GPTQ, METHODS, Method, method_named
 from quantize.scheme import PER_CHANNEL, Scheme
 
 FORMATS = ("compressed-tensors", "gptq", "awq")
@@ -129,7 +129,7 @@ class Recipe:
 def check(recipe: Recipe, where: str) -> None:
     """Types and ranges of single fields."""
     if method_named(recipe.method) is None:
-        known = EXTERNAL_METHODS if str(recipe.method).startswith("external") else METHODS
+        known = EXTERNAL_METHODS if str(recipe.method).startswith("external") else METHODS | BITSANDBYTES_METHODS
         raise QuantizeError(f"{where}: method: {recipe.method!r} is unknown; one of {', '.join(known)}")
     for name, low in (("samples", 1), ("sequence_length", 2), ("seed", 0)):
         value = getattr(recipe, name)
@@ -162,6 +162,16 @@ def check_combination(recipe: Recipe, where: str) -> None:
         raise QuantizeError(f"{where}: group_size: int8 activations need one scale per output channel (-1)")
     if recipe.plan.external is not None:
         check_external(recipe, where)
+    if recipe.plan.is_bitsandbytes:
+        check_bitsandbytes(recipe, where)
+
+
+def check_bitsandbytes(recipe: Recipe, where: str) -> None:
+    """The library has no settings but which modules to leave alone."""
+    for field in fields(Recipe):
+        free = field.name in ("method", "bits", "ignore", "samples", "sequence_length", "seed")
+        if not free and getattr(recipe, field.name) != field.default:
+            raise QuantizeError(f"{where}: {field.name}: {recipe.method} takes none; leave it out")
 
 
 def check_external(recipe: Recipe, where: str) -> None:

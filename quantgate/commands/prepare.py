@@ -42,7 +42,9 @@ def fetch_command(
 def quantize_command(
     checkpoint: CheckpointArgument,
     out: Annotated[Path, typer.Option("--out", help="Folder for the quantized checkpoint.")],
-    method: Annotated[str | None, typer.Option(help="int8, int4, int3, awq, gptq, awq+gptq, smoothquant, …")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="int8, int4, int3, awq, gptq, awq+gptq, smoothquant, bnb-nf4, …")
+    ] = None,
     bits: Annotated[int | None, typer.Option(help="Bits per weight.")] = None,
     group_size: Annotated[
         int | None,
