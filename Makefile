@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench bench-quantize clean
 
 setup: $(INSTALLED)
 
@@ -35,6 +35,12 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/engine_vs_transformers.py
 	$(if $(DATA),$(BIN)/python benchmarks/wikitext2_perplexity.py --data-dir $(DATA))
+
+# Against llm-compressor and GPTQModel, which are installed into environments of their own first (about 3 hours in all).
+bench-quantize: $(INSTALLED)
+	$(BIN)/quantgate external install llmcompressor
+	$(BIN)/quantgate external install gptqmodel
+	$(BIN)/python benchmarks/quantize_peers.py --data-dir $(DATA)
 
 clean:
 	rm -rf $(VENV) runs mlruns mlflow.db quantgate.db .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -184,7 +184,7 @@ def check_external(recipe: Recipe, where: str) -> None:
     if recipe.ignore != ("lm_head",):
         raise QuantizeError(f"{where}: ignore: {recipe.method} leaves lm_head as it is and takes nothing else")
     for field in fields(Recipe):
-        if field.name in ("damp", "act_order") and getattr(recipe, field.name) != field.default:
+        if field.name in ("damp", "act_order", "format") and getattr(recipe, field.name) != field.default:
             raise QuantizeError(f"{where}: {field.name}: {recipe.method} has its own; leave it out")
     if recipe.symmetric and algorithm == AWQ and library != "llmcompressor":
         raise QuantizeError(

@@ -2,8 +2,8 @@
 
 usage: python -I drive.py JOB.json. The job holds library, algorithm, source, out, report (paths), bits, group_size
 (-1 per channel), symmetric and token_ids [windows][tokens]. Each library is called as its own documentation does, with
-its own defaults; what it needs beyond that to run on a CPU is set right here, with the reason. The versions used are
-written to `report` when all is done; the seconds of every stage are printed.
+its own defaults; what it needs beyond that to run on a CPU is set right here, with the reason. The versions used
+and the seconds of every stage are written to `report` when all is done.
 """
 
 import json
@@ -147,10 +147,9 @@ def main() -> None:
         job = json.load(file)
     distribution, run = LIBRARIES[job["library"]]
     run(job)
-    print("seconds:", SECONDS, flush=True)
     used = {name: metadata.version(name) for name in (distribution, "torch", "transformers")}
     with open(job["report"], "w", encoding="utf-8") as file:
-        json.dump({"versions": used}, file)
+        json.dump({"versions": used, "seconds": SECONDS}, file)
 
 
 if __name__ == "__main__":
