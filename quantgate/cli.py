@@ -10,6 +10,7 @@ from quantgate.commands.external import external_app
 from quantgate.commands.measure import register_measuring_commands
 from quantgate.commands.prepare import register_preparing_commands
 from quantgate.commands.release import release_app
+from quantgate.commands.sensitivity import sensitivity_command
 from quantgate.errors import explained_errors, operating_system_errors_explained, refuse_what_is_no_text
 
 INTERRUPTED = 130
@@ -23,6 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 register_preparing_commands(app)
+app.command("sensitivity")(sensitivity_command)
 register_measuring_commands(app)
 register_decision_commands(app)
 app.add_typer(release_app, name="release")

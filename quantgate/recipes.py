@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from quantgate.errors import FrontDoorError
 from quantize.method import METHODS
+from quantize.mixed_precision import Mixture
 from quantize.recipe import Recipe
 from tasks.yaml_file import read_yaml_mapping
 
@@ -23,3 +26,12 @@ def recipe_from_options(path: Path | None, options: dict[str, Any]) -> Recipe:
     if "method" not in mapping:
         raise FrontDoorError(f"no method given: add --method ({', '.join(METHODS)}) or --recipe FILE.yaml")
     return Recipe.from_mapping(mapping, where=str(path) if path else "options")
+
+
+def recipe_yaml(mixture: Mixture) -> str:
+    """The recipe as `--recipe` reads it, without what is a default anyway, below what it is expected to come to."""
+    mapping = mixture.recipe.to_mapping()
+    usual = Recipe(mixture.recipe.method).to_mapping()
+    kept = {key: value for key, value in mapping.items() if key == "method" or value != usual[key]}
+    head = f"# predicted: {mixture.bits_per_weight:.3f} bits per weight, KL {mixture.kl:.3g} nats per token\n"
+    return head + yaml.safe_dump(kept, sort_keys=False).rstrip()

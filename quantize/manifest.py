@@ -6,6 +6,7 @@ Two runs on the same input write the same manifest, save the fields called `seco
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -17,6 +18,7 @@ from quantize.errors import QuantizeError
 MANIFEST = "quantgate.json"
 GGUF_KEY = "quantgate.manifest"
 """Under which a GGUF file carries the same text."""
+CALIBRATION_FIELDS = {"source", "digest", "samples", "sequence_length"}
 TOO_FEW = "too few calibration tokens"
 NAMED = 8
 """How many modules a note names; all of them have their records."""
@@ -85,6 +87,7 @@ class Manifest:
             modules = tuple(ModuleRecord(**module) for module in content["modules"])
             manifest = cls(**{**content, "modules": modules, "notes": tuple(content["notes"])})
             wrong = next((name for record in [manifest, *modules] for name in _misfits(record)), None)
+            wrong = wrong or next(_gaps(manifest), None)
         except TypeError:
             wrong = "modules"
         if wrong is not None or not modules:
@@ -125,5 +128,17 @@ def _misfits(record: object) -> Iterator[str]:
     """The fields of which the value is not of the type that the class gives them."""
     for name, hint in get_type_hints(type(record)).items():
         allowed = tuple(get_origin(kind) or kind for kind in (get_args(hint) if type(hint) is UnionType else (hint,)))
-        if not isinstance(getattr(record, name), (*allowed, int) if float in allowed else allowed):
+        value = getattr(record, name)
+        fits = isinstance(value, (*allowed, int) if float in allowed else allowed)
+        if not fits or (isinstance(value, float) and not isfinite(value)):
             yield name
+
+
+def _gaps(manifest: Manifest) -> Iterator[str]:
+    """The mappings without what every one of them has."""
+    if not isinstance(manifest.recipe.get("method"), str):
+        yield "recipe"
+    if not all(isinstance(manifest.coverage.get(name), int) for name in ("expected", "packed")):
+        yield "coverage"
+    if manifest.calibration is not None and not manifest.calibration.keys() >= CALIBRATION_FIELDS:
+        yield "calibration"

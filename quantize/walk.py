@@ -49,7 +49,7 @@ class Walk:
         what `observe` records."""
         self.decoder = decoder
         self.device = device
-        self._returns_tuple = False
+        self.returns_tuple = False
         self._arguments: dict[torch.Size, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
         self.sampled_every = max(1, token_ids.numel() // SAMPLED_TOKENS)
         batch = max(1, BATCH_TOKENS // token_ids.shape[1])
@@ -120,12 +120,12 @@ class Walk:
 
     def _layer_arguments(self, ids: torch.Tensor, state: torch.Tensor) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """What each layer is called with beside the hidden states, for batches of this shape."""
-        for returns_tuple in (self._returns_tuple, not self._returns_tuple):
+        for returns_tuple in (self.returns_tuple, not self.returns_tuple):
             try:
                 arguments = self._stubbed_pass(ids, state, returns_tuple)
             except (WrongReturnType, TypeError, AttributeError, IndexError, ValueError, RuntimeError):
                 continue
-            self._returns_tuple = returns_tuple
+            self.returns_tuple = returns_tuple
             return arguments
         raise QuantizeError(f"{type(self.decoder.model).__name__}: does not hand hidden states from layer to layer")
 

@@ -8,6 +8,8 @@ import typer
 from rich.table import Table
 
 from quantgate.commands.options import CheckpointArgument, JsonOption
+from quantgate.commands.sensitivity import TargetBitsOption, TargetKlOption
+from quantgate.errors import FrontDoorError
 from quantgate.screen import Screen
 
 
@@ -67,6 +69,11 @@ def quantize_command(
     seed: Annotated[int | None, typer.Option(help="Seed of whatever the method draws.")] = None,
     format: Annotated[str | None, typer.Option(help="compressed-tensors (default), gptq or awq.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A YAML recipe; options given here override it.")] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Measure what each linear loses, and mix 4 and 8 bits accordingly.")
+    ] = False,
+    target_bits: TargetBitsOption = None,
+    target_kl: TargetKlOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Quantize a checkpoint into one that vLLM, SGLang and transformers load without quantgate.
@@ -95,8 +102,20 @@ def quantize_command(
             "format": format,
         },
     )
-    with screen.progress() as progress:
+    if not auto and (target_bits is not None or target_kl is not None):
+        raise FrontDoorError("--target-bits and --target-kl choose a mixture: add --auto")
+    if auto:
+        from quantize.mixed_precision import check_target, mixed_recipe
+        from quantize.sensitivity import measure_sensitivity
+
+        check_target(chosen, target_bits, target_kl)
+    with screen.staged_progress(2 if auto else 1) as begin:
+        progress = begin("sensitivity" if auto else "")
         source = resolve_checkpoint(checkpoint, progress)
+        if auto:
+            found = measure_sensitivity(source, chosen, calibration=calibration, progress=progress)
+            chosen = mixed_recipe(chosen, found.units(), found.group_size, target_bits, target_kl).recipe
+            progress = begin("quantize")
         manifest = quantize_checkpoint(source, chosen, out, calibration=calibration, progress=progress)
     screen.result({"path": str(out), **asdict(manifest)}, *manifest_lines(manifest), f"written to {out}")
 
@@ -124,7 +143,11 @@ def convert_command(
     screen.result({"path": str(out), "format": format}, f"written to {out}")
 
 
-def inspect_command(checkpoint: CheckpointArgument, json_output: JsonOption = False) -> None:
+def inspect_command(
+    checkpoint: CheckpointArgument,
+    plot: Annotated[Path | None, typer.Option(help="Draw the layers into this .png, .svg or .pdf.")] = None,
+    json_output: JsonOption = False,
+) -> None:
     """Show what was done to a quantized checkpoint: bits, error and fallbacks of every module, and the whole.
 
     Example: quantgate inspect smollm2-gptq
@@ -134,7 +157,16 @@ def inspect_command(checkpoint: CheckpointArgument, json_output: JsonOption = Fa
     from quantize import Manifest
 
     screen = Screen(json_output)
-    manifest = Manifest.read(checkpoint if checkpoint.endswith(".gguf") else resolve_checkpoint(checkpoint))
+    if plot is not None:
+        from quantgate.figures import refuse_unwritable_figure
+
+        refuse_unwritable_figure(plot)
+    folder = Path(checkpoint) if checkpoint.endswith(".gguf") else resolve_checkpoint(checkpoint)
+    manifest = Manifest.read(folder)
+    if plot is not None:
+        from quantgate.figures import layers_figure, save_figure
+
+        save_figure(layers_figure(manifest, folder.name), plot)
     screen.result(asdict(manifest), module_table(manifest), *manifest_lines(manifest))
 
 

@@ -247,3 +247,91 @@ def test_releases_are_approved_rejected_and_written_down(quantgate, tmp_path: Pa
     assert "mine" in quantgate("release", "list").out
     assert quantgate("release", "verify").code == 0
     is_one_line(quantgate("release", "show", "other"), "other")
+
+
+def test_sensitivity_prints_a_recipe_that_quantize_reads(quantgate, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    short = ("--samples", "2", "--sequence-length", "16")
+    command = ("sensitivity", tiny_checkpoint, *short, "--method", "int4")
+    made = quantgate(*command, "--target-bits", "6", "--plot", "losses.png")
+    assert made.code == 0, made.err
+    assert made.out.startswith("# predicted: ")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "mixed.yaml").write_text(made.out)
+    quantized = quantgate("quantize", tiny_checkpoint, "--recipe", "mixed.yaml", "--out", "q", "--json")
+    document = json.loads(quantized.out)
+    assert {module["bits"] for module in document["modules"]} == {4, 8}
+    assert document["bits_per_weight"] <= 6
+    told = json.loads(quantgate(*command, "--target-bits", "6", "--json").out)
+    assert told["recipe"]["overrides"] == document["recipe"]["overrides"]
+    assert told["predicted"]["bits_per_weight"] == pytest.approx(document["bits_per_weight"])
+    assert {module["kind"] for module in told["modules"]} == set(told["kinds"])
+    assert "self_attn.q_proj" in quantgate(*command).out
+
+
+def test_quantize_auto_records_the_mixture_that_it_chose(quantgate, tiny_checkpoint: Path) -> None:
+    command = ("quantize", tiny_checkpoint, "--method", "int4", "--auto", "--target-bits", "6", "--out", "q", "--json")
+    made = quantgate(*command)
+    assert made.code == 0, made.err
+    recipe = json.loads(made.out)["recipe"]
+    assert recipe["overrides"]
+    assert json.loads(quantgate("inspect", "q", "--json").out)["recipe"] == recipe
+    assert quantgate(*command).code == 0
+
+
+def test_what_no_mixture_can_follow(quantgate, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    auto = ("quantize", tiny_checkpoint, "--out", "q", "--method")
+    is_one_line(quantgate(*auto, "int4", "--target-bits", "5"), "add --auto")
+    is_one_line(quantgate(*auto, "int8", "--auto"), "method: int8", "gptq")
+    is_one_line(quantgate(*auto, "int4", "--auto", "--target-bits", "5", "--target-kl", "1"), "keep one of them")
+    is_one_line(quantgate(*auto, "int4", "--auto", "--target-bits", "17"), "target_bits: 17", "16")
+    is_one_line(quantgate(*auto, "int4", "--auto", "--target-bits", "2"), "target_bits: 2", "3 bits everywhere")
+    assert not (tmp_path / "q").exists()
+
+
+def test_inspect_draws_the_layers(quantgate, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    quantgate("quantize", tiny_checkpoint, "--method", "int4", "--group-size", "32", "--out", "q")
+    drawn = quantgate("inspect", "q", "--plot", "q.png")
+    assert drawn.code == 0, drawn.err
+    assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
+    is_one_line(quantgate("inspect", "q", "--plot", "q.gif"), "q.gif", ".png, .svg, .pdf")
+    is_one_line(quantgate("inspect", "q", "--plot", "nowhere/q.png"), "nowhere")
+    is_one_line(quantgate("inspect", tiny_checkpoint, "--plot", "t.png"), "quantgate.json")
+    assert not (tmp_path / "t.png").exists()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda manifest: manifest["modules"][0].update(relative_error=float("nan")),
+        lambda manifest: manifest["modules"][0].update(relative_error=float("inf")),
+        lambda manifest: manifest["modules"][0].update(bits="4"),
+        lambda manifest: manifest["modules"][0].pop("name"),
+        lambda manifest: manifest.update(modules=[]),
+        lambda manifest: manifest.update(modules="none"),
+        lambda manifest: manifest.update(recipe={}),
+        lambda manifest: manifest.update(coverage={}),
+        lambda manifest: manifest.update(calibration={}),
+        lambda manifest: manifest.update(calibration=[1]),
+        lambda manifest: manifest.update(bits_per_weight=float("nan")),
+        lambda manifest: manifest.update(schema=2),
+        lambda manifest: manifest.update(notes=None),
+    ],
+)
+def test_inspect_of_a_damaged_manifest(quantgate, tiny_checkpoint: Path, tmp_path: Path, spoil) -> None:
+    quantgate("quantize", tiny_checkpoint, "--method", "int4", "--group-size", "32", "--out", "q")
+    manifest = json.loads((tmp_path / "q/quantgate.json").read_text())
+    spoil(manifest)
+    (tmp_path / "q/quantgate.json").write_text(json.dumps(manifest))
+    is_one_line(quantgate("inspect", "q", "--plot", "q.png"), "quantgate.json")
+    is_one_line(quantgate("inspect", "q", "--json"), "quantgate.json")
+    assert not (tmp_path / "q.png").exists()
+
+
+def test_external_quantizers_are_listed_and_their_absence_is_one_line(quantgate, tiny_checkpoint: Path) -> None:
+    listed = json.loads(quantgate("external", "list", "--json").out)["external"]
+    assert {entry["name"]: entry["installed"] for entry in listed} == dict.fromkeys(
+        ("autoawq", "autogptq", "gptqmodel", "llmcompressor"), False
+    )
+    is_one_line(quantgate("external", "install", "autoround"), "'autoround' is unknown", "gptqmodel")
+    made = quantgate("quantize", tiny_checkpoint, "--method", "external:llmcompressor", "--out", "q")
+    is_one_line(made, "quantgate external install llmcompressor")
