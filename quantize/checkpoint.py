@@ -34,6 +34,26 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 
+REMAP_BYTES = 64 * 2**20
+
+
+@dataclass
+class MappedFile:
+    """The one file that is mapped now. The pages read of a mapping count as this process's memory until it is closed;
+    so only one is open, and it is opened anew after every REMAP_BYTES: else memory would grow with the checkpoint."""
+
+    path: Path | None = None
+    handle: Any = None
+    read_bytes: int = 0
+
+    def at(self, path: Path) -> Any:
+        if path != self.path or self.read_bytes > REMAP_BYTES:
+            with readable(path):
+                self.handle = safe_open(path, framework="pt")
+            self.path, self.read_bytes = path, 0
+        return self.handle
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint. `files` maps each tensor to the safetensors file that holds it."""
@@ -41,7 +61,7 @@ class Checkpoint:
     path: Path
     config: dict[str, Any]
     files: Mapping[str, Path]
-    _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+    _mapped: MappedFile = field(default_factory=MappedFile, repr=False, compare=False)
 
     @classmethod
     def open(cls, path: Path | str, *, quantized_ok: bool = True) -> "Checkpoint":
@@ -68,21 +88,23 @@ class Checkpoint:
         return tuple(sorted(self.files))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, memory-mapped where the platform can."""
+        """One tensor as a view of its mapped file; it stays valid, and the mapping closes with the last one."""
         if name not in self.files:
             raise QuantizeError(f"{self.path}: has no tensor {name}")
+        file = self.files[name]
         try:
-            tensor: torch.Tensor = self._handle(self.files[name]).get_tensor(name)
-        except SafetensorError as failure:
-            raise QuantizeError(f"{self.files[name]}: cannot read {name} ({one_line(failure)})") from None
+            tensor: torch.Tensor = self._mapped.at(file).get_tensor(name)
+        except (SafetensorError, OSError) as failure:
+            raise QuantizeError(f"{file}: cannot read {name} ({one_line(failure)}); fetch it again") from None
+        self._mapped.read_bytes += tensor.nbytes
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(self.files[name]).get_slice(name).get_shape())
+        return tuple(self._mapped.at(self.files[name]).get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """As safetensors names it: F32, BF16, I8, ..."""
-        return str(self._handle(self.files[name]).get_slice(name).get_dtype())
+        return str(self._mapped.at(self.files[name]).get_slice(name).get_dtype())
 
     def weights_digest(self, visit: Callable[[str, torch.Tensor], None] | None = None) -> str:
         """sha256 over all tensors by name: name, dtype, shape, bytes. `visit` sees each tensor on the way, so that a
@@ -151,12 +173,6 @@ class Checkpoint:
     def _tokenizer_config(self) -> dict[str, Any]:
         file = self.path / TOKENIZER_CONFIG
         return read_json(file, "broken tokenizer settings") if file.is_file() else {}
-
-    def _handle(self, file: Path) -> Any:
-        if file not in self._handles:
-            with readable(file):
-                self._handles[file] = safe_open(file, framework="pt")
-        return self._handles[file]
 
 
 def already_quantized(path: Path, method: object) -> QuantizeError:

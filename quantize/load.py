@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
@@ -23,10 +22,6 @@ from quantize.checkpoint import Checkpoint, one_line, whole_numbers
 from quantize.errors import QuantizeError
 from quantize.formats.choose import StoredLinear, quantization_of, stored_linears
 from quantize.linear import QuantizedLinear
-
-REMAP_BYTES = 64 * 2**20
-"""A file is mapped anew after this much was read from it: the pages read count as this process's memory until the
-mapping is closed, and one mapping for the whole file would double the measured peak."""
 
 
 def load_model(
@@ -54,7 +49,7 @@ def load_model(
         return _load_through_transformers(opened, torch.device(device), dtype)
     if missing:
         raise _missing(opened.path, missing)
-    tensors = _Tensors(opened.files, older)
+    tensors = _Tensors(opened, older)
     _swap_linears(model, stored, tensors, torch.device(device))
     _assign_others(model, tensors, torch.device(device))
     return _finish(model, opened.path, torch.device(device))
@@ -84,26 +79,15 @@ def numerics(model: PreTrainedModel) -> dict[str, Any]:
 
 
 class _Tensors:
-    """Reads tensors by name as views of the mapped files; a view stays valid, its mapping closes with the last one."""
+    """The checkpoint's tensors under the names that the model knows."""
 
-    def __init__(self, files: Mapping[str, Path], older: Mapping[str, str]) -> None:
+    def __init__(self, opened: Checkpoint, older: Mapping[str, str]) -> None:
         """`older`: names that the files do not know, and those under which they have them."""
-        self.files = {**files, **{name: files[stored] for name, stored in older.items()}}
-        self.older = older
-        self._open: Any = None
-        self._path: Path | None = None
-        self._read_bytes = 0
+        self.files = {**opened.files, **{name: opened.files[stored] for name, stored in older.items()}}
+        self.opened, self.older = opened, older
 
     def read(self, name: str) -> torch.Tensor:
-        path = self.files[name]
-        try:
-            if path != self._path or self._read_bytes > REMAP_BYTES:
-                self._open, self._path, self._read_bytes = safe_open(path, framework="pt"), path, 0
-            tensor: torch.Tensor = self._open.get_tensor(self.older.get(name, name))
-        except (SafetensorError, OSError) as failure:
-            raise QuantizeError(f"{path}: cannot read {name} ({one_line(failure)}); fetch it again") from None
-        self._read_bytes += tensor.nbytes
-        return tensor
+        return self.opened.tensor(self.older.get(name, name))
 
 
 def build_on_meta(opened: Checkpoint, dtype: torch.dtype | None) -> PreTrainedModel:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoTokenizer
 
-from quantize.atomic import atomic_directory, write_atomically
+from quantize.atomic import atomic_directory, one_line_os_errors, write_atomically
 from quantize.calibration import Calibration, load_calibration, rarity
 from quantize.checkpoint import CONFIG, INDEX, Checkpoint, one_line, refuse_nonfinite
 from quantize.companions import copy_companions
@@ -29,6 +29,7 @@ from quantize.experts import SplitExperts, for_every_expert, with_one_expert
 from quantize.formats.choose import FORMATS, Format
 from quantize.formats.half import raise_small_scales
 from quantize.gram import InputRecorder
+from quantize.heap import return_freed_memory
 from quantize.journal import Entry, Journal, file_digest
 from quantize.layer import QuantizedModule, quantize_layer, round_module
 from quantize.manifest import MANIFEST, Manifest, ModuleRecord, too_few_tokens
@@ -107,10 +108,11 @@ def quantize_checkpoint(
     source_digest = checkpoint.weights_digest(refuse_nonfinite(checkpoint))
     text = calibrate(checkpoint, recipe, calibration) if recipe.plan.is_calibrated else None
     identity = fingerprint(checkpoint, recipe, text, place, source_digest)
-    finished = finished_before(Path(out), identity)
-    if finished is not None:
-        return finished
-    replace = replace and (Path(out) / MANIFEST).is_file()
+    with one_line_os_errors(Path(out)):
+        finished = finished_before(Path(out), identity)
+        if finished is not None:
+            return finished
+        replace = replace and (Path(out) / MANIFEST).is_file()
     with atomic_directory(Path(out), resumable=True, replace=replace) as folder:
         work = Work(checkpoint, decoder, recipe, targets, text, folder, place)
         journal = Journal.resume(folder, identity)
@@ -123,6 +125,8 @@ def quantize_checkpoint(
                 continue
             tensors, modules = finish_rest(work) if last else finish_layer(work, step)
             journal = journal.record(write_shard(folder, file, tensors, modules))
+            del tensors
+            return_freed_memory()
         manifest = finish_checkpoint(work, journal, source_digest, identity, begin)
         journal.close()
     tell("done", steps, steps)
@@ -242,6 +246,7 @@ def calibrated_layer(
             walk.observe(index, layer, recorder)
         else:
             walk.advance(index, layer, recorder)
+        return_freed_memory()
         with torch.inference_mode():
             results, changed = quantize_layer(
                 layer, schemes, recorder.grams(), recorder.samples(), recorder.tokens(), fusions, work.recipe

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,3 +178,16 @@ def test_whole_numbers_are_not_taken_for_weights(copied):
         open_decoder(Checkpoint.open(copied))
     with pytest.raises(QuantizeError, match=f"{name} holds whole numbers"):
         load_model(copied)
+
+
+def test_only_what_is_in_use_stays_mapped(tmp_path):
+    """Mapped pages count as the process's memory: a model of many files must not pile up while it is read."""
+    (tmp_path / "config.json").write_text("{}")
+    for number in range(4):
+        save_file({f"layer.{number}": torch.full((1000,), float(number))}, tmp_path / f"part-{number}.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    first = checkpoint.tensor("layer.0")
+    checkpoint.weights_digest()
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line}
+    assert mapped == {str(tmp_path / "part-0.safetensors"), str(tmp_path / "part-3.safetensors")}
+    assert first.sum() == 0
