@@ -75,7 +75,7 @@ EXTERNAL_METHODS = {
 
 
 def method_named(name: object) -> Method | None:
-    """One of `METHODS`, of bitsandbytes', or an external one, "external:llmcompressor:awq" or "external:llmcompressor"."""
+    """One of `METHODS`, of bitsandbytes', or an external one: "external:llmcompressor:awq", or the library alone."""
     if not isinstance(name, str):
         return None
     return (METHODS | BITSANDBYTES_METHODS).get(name) or next(

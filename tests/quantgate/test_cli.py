@@ -48,6 +48,20 @@ def test_the_same_quantization_again_is_found_done_and_another_one_does_not_repl
     assert (tmp_path / "q/quantgate.json").stat().st_mtime_ns == written
 
 
+def test_convert_writes_another_format_that_inspect_describes(quantgate, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    assert quantgate("quantize", tiny_checkpoint, "--method", "int4", "--group-size", "32", "--out", "q").code == 0
+    made = quantgate("convert", "q", "--format", "awq", "a", "--json")
+    assert made.code == 0, made.err
+    assert json.loads(made.out) == {"path": "a", "format": "awq"}
+    shown = json.loads(quantgate("inspect", "a", "--json").out)
+    assert shown["recipe"]["format"] == "awq"
+    assert "converted without loss from compressed-tensors" in shown["notes"][-1]
+    is_one_line(quantgate("convert", "q", "--format", "awq", "a"), "exists already")
+    is_one_line(quantgate("convert", "q", "--format", "exl2", "b"), "'exl2' cannot be written", "gguf-q4_0")
+    is_one_line(quantgate("convert", tiny_checkpoint, "--format", "gptq", "b"), "is not quantized", "quantize it first")
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_path_that_is_not_there(quantgate) -> None:
     is_one_line(quantgate("eval", "nowhere"), "no such checkpoint: nowhere", "smollm2-135m")
 

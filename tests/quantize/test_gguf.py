@@ -15,6 +15,14 @@ from quantize.errors import QuantizeError
 from quantize.formats.gguf import convert_gguf
 
 HIDDEN, HEADS, KV_HEADS, FEED_FORWARD, LAYERS = 64, 4, 2, 96, 2
+SCALES_AT = {
+    gguf.GGMLQuantizationType.Q4_0: (0,),
+    gguf.GGMLQuantizationType.Q4_1: (0, 2),
+    gguf.GGMLQuantizationType.Q8_0: (0,),
+    gguf.GGMLQuantizationType.Q4_K: (0, 2),
+    gguf.GGMLQuantizationType.Q6_K: (208,),
+}
+"""Where the fp16 numbers of a block begin."""
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
 
 
@@ -33,20 +41,41 @@ def rows_for_llama_cpp(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, outputs // heads // 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)
 
 
-def write_gguf(path: Path, pre: str = "smollm", architecture: str = "llama") -> dict[str, torch.Tensor]:
-    """A random tiny Llama; returns the weights by their Hugging Face names."""
+def raw_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
+    """A random weight of a quantized type, as bytes: any bits are codes and small scales, but the fp16 scales must be
+    numbers of a size that a model can bear."""
+    outputs, inputs = shape
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    rows = random.integers(0, 256, (outputs, inputs // elements, size), dtype=np.uint8)
+    halves = SCALES_AT[kind]
+    for start in halves:
+        scale = (random.standard_normal((outputs, inputs // elements)) * 2e-4).astype(np.float16)
+        rows[..., start : start + 2] = scale[..., None].view(np.uint8)
+    return rows.reshape(outputs, -1)
+
+
+def write_gguf(
+    path: Path,
+    pre: str = "smollm",
+    architecture: str = "llama",
+    kind: gguf.GGMLQuantizationType | None = None,
+    hidden: int = HIDDEN,
+) -> dict[str, torch.Tensor]:
+    """A random tiny Llama, its linears float32 or of a quantized type; returns the weights by their Hugging Face
+    names."""
     random = np.random.default_rng(0)
+    feed_forward = max(FEED_FORWARD, hidden)
     tokens, types, merges = vocabulary()
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("tiny")
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(feed_forward)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_rope_dimension_count(hidden // HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
@@ -64,24 +93,29 @@ def write_gguf(path: Path, pre: str = "smollm", architecture: str = "llama") -> 
     weights: dict[str, torch.Tensor] = {}
 
     def add(name: str, ours: str, *shape: int, heads: int = 0) -> None:
+        if kind is not None and name.startswith("blk") and len(shape) == 2:
+            stored = raw_blocks(kind, shape, random)
+            weights[ours] = torch.from_numpy(gguf.dequantize(stored, kind))
+            writer.add_tensor(name, rows_for_llama_cpp(stored, heads) if heads else stored, raw_dtype=kind)
+            return
         values = random.standard_normal(shape).astype(np.float32) * 0.1
         weights[ours] = torch.from_numpy(values)
         writer.add_tensor(name, rows_for_llama_cpp(values, heads) if heads else values)
 
-    kv_width = HIDDEN // HEADS * KV_HEADS
-    add("token_embd.weight", "model.embed_tokens.weight", len(tokens), HIDDEN)
-    add("output_norm.weight", "model.norm.weight", HIDDEN)
+    kv_width = hidden // HEADS * KV_HEADS
+    add("token_embd.weight", "model.embed_tokens.weight", len(tokens), hidden)
+    add("output_norm.weight", "model.norm.weight", hidden)
     for layer in range(LAYERS):
         block, ours = f"blk.{layer}", f"model.layers.{layer}"
-        add(f"{block}.attn_norm.weight", f"{ours}.input_layernorm.weight", HIDDEN)
-        add(f"{block}.ffn_norm.weight", f"{ours}.post_attention_layernorm.weight", HIDDEN)
-        add(f"{block}.attn_q.weight", f"{ours}.self_attn.q_proj.weight", HIDDEN, HIDDEN, heads=HEADS)
-        add(f"{block}.attn_k.weight", f"{ours}.self_attn.k_proj.weight", kv_width, HIDDEN, heads=KV_HEADS)
-        add(f"{block}.attn_v.weight", f"{ours}.self_attn.v_proj.weight", kv_width, HIDDEN)
-        add(f"{block}.attn_output.weight", f"{ours}.self_attn.o_proj.weight", HIDDEN, HIDDEN)
-        add(f"{block}.ffn_gate.weight", f"{ours}.mlp.gate_proj.weight", FEED_FORWARD, HIDDEN)
-        add(f"{block}.ffn_up.weight", f"{ours}.mlp.up_proj.weight", FEED_FORWARD, HIDDEN)
-        add(f"{block}.ffn_down.weight", f"{ours}.mlp.down_proj.weight", HIDDEN, FEED_FORWARD)
+        add(f"{block}.attn_norm.weight", f"{ours}.input_layernorm.weight", hidden)
+        add(f"{block}.ffn_norm.weight", f"{ours}.post_attention_layernorm.weight", hidden)
+        add(f"{block}.attn_q.weight", f"{ours}.self_attn.q_proj.weight", hidden, hidden, heads=HEADS)
+        add(f"{block}.attn_k.weight", f"{ours}.self_attn.k_proj.weight", kv_width, hidden, heads=KV_HEADS)
+        add(f"{block}.attn_v.weight", f"{ours}.self_attn.v_proj.weight", kv_width, hidden)
+        add(f"{block}.attn_output.weight", f"{ours}.self_attn.o_proj.weight", hidden, hidden)
+        add(f"{block}.ffn_gate.weight", f"{ours}.mlp.gate_proj.weight", feed_forward, hidden)
+        add(f"{block}.ffn_up.weight", f"{ours}.mlp.up_proj.weight", feed_forward, hidden)
+        add(f"{block}.ffn_down.weight", f"{ours}.mlp.down_proj.weight", hidden, feed_forward)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,6 +140,16 @@ def test_weights_are_the_gguf_s_rounded_to_bf16(converted):
     for name, weight in weights.items():
         assert torch.equal(stored[name], weight.to(torch.bfloat16)), name
     assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("kind", SCALES_AT, ids=lambda kind: kind.name)
+def test_each_type_is_read_as_the_gguf_package_dequantizes_it(tmp_path, kind):
+    weights = write_gguf(tmp_path / "tiny.gguf", kind=kind, hidden=256)
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    for name, weight in weights.items():
+        assert torch.equal(stored[name], weight.to(torch.bfloat16)), name
+        assert weight.unique().numel() > 10, name
 
 
 def test_special_tokens_follow_the_gguf_s_ids(converted):
