@@ -11,6 +11,7 @@ from quantgate.commands.measure import register_measuring_commands
 from quantgate.commands.prepare import register_preparing_commands
 from quantgate.commands.release import release_app
 from quantgate.commands.sensitivity import sensitivity_command
+from quantgate.commands.serve import serve_command
 from quantgate.errors import explained_errors, operating_system_errors_explained, refuse_what_is_no_text
 
 INTERRUPTED = 130
@@ -27,6 +28,7 @@ register_preparing_commands(app)
 app.command("sensitivity")(sensitivity_command)
 register_measuring_commands(app)
 register_decision_commands(app)
+app.command("serve")(serve_command)
 app.add_typer(release_app, name="release")
 app.add_typer(external_app, name="external")
 

@@ -148,6 +148,10 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
+    def find(self, request_id: str) -> Request | None:
+        """The state of a request that has not ended."""
+        return self._requests.get(request_id)
+
     def abort(self, request_id: str) -> None:
         """End a request now, if it is still there; its blocks are free at once."""
         request = self._requests.get(request_id)
@@ -184,6 +188,15 @@ class Engine:
                 raise
         self._record_step(plan, started, active, used_blocks, self.pool.evictions - evictions)
         return outputs
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        return self._context
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
 
     def check_integrity(self) -> None:
         """Raise EvalError unless every KV block and row is accounted for."""

@@ -19,7 +19,9 @@ from eval.errors import EvalError
 class SamplingParams:
     """How one request is decoded; temperature 0 is greedy. `stop_token_ids` come on top of the model's own
     end-of-sequence ids, which `ignore_eos` switches off. `logprobs=k` asks for the sampled token's logprob and the
-    k most likely ones, at temperature 1 and before any filter."""
+    k most likely ones, at temperature 1 and before any penalty or filter. Penalties as in vLLM: `presence_penalty` and
+    `frequency_penalty` are taken off the logits of tokens that the output has (once, or once per occurrence);
+    `repetition_penalty` divides positive and multiplies negative logits of tokens that prompt or output has."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -32,6 +34,9 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -46,10 +51,17 @@ class SamplingParams:
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "None or 0 or more"),
             ("stop", all(stops), "non-empty strings"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
         ]
         for name, holds, wanted in limits:
             if not holds:
                 raise EvalError(f"SamplingParams.{name} is {getattr(self, name)!r}: it must be {wanted}")
+
+    @property
+    def penalises(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True)

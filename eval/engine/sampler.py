@@ -29,6 +29,9 @@ class Sampled:
 def sample(logits: torch.Tensor, requests: Sequence[Request], stop_ids: frozenset[int]) -> Sampled:
     """One token per request from `logits` [requests, vocabulary]. `stop_ids`: the model's own end-of-sequence ids,
     which a request below its `min_tokens` cannot choose."""
+    plain = {row: logits[row].clone() for row, request in enumerate(requests) if _reports_penalised(request)}
+    for row, request in enumerate(requests):
+        _penalise(logits[row], request)
     for row, request in enumerate(requests):
         if request.num_output_tokens < request.params.min_tokens:
             banned = [*request.params.stop_token_ids, *(() if request.params.ignore_eos else stop_ids)]
@@ -49,7 +52,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], stop_ids: frozense
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     for row, request in enumerate(requests):
         if request.params.logprobs is not None and errors[row] is None:
-            logprobs[row] = _token_logprobs(logits[row], token_ids[row], request.params.logprobs)
+            logprobs[row] = _token_logprobs(plain.get(row, logits[row]), token_ids[row], request.params.logprobs)
     return Sampled(token_ids, logprobs, errors)
 
 
@@ -70,6 +73,25 @@ def sample_each(logits: torch.Tensor, requests: Sequence[Request], stop_ids: fro
             logprobs += one.logprobs
             errors += one.errors
         return Sampled(token_ids, logprobs, errors)
+
+
+def _reports_penalised(request: Request) -> bool:
+    return request.params.logprobs is not None and request.params.penalises
+
+
+def _penalise(logits: torch.Tensor, request: Request) -> None:
+    """Applies the request's penalties to its row of logits [vocabulary], in place."""
+    params = request.params
+    if not params.penalises:
+        return
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(request.token_ids, device=logits.device).unique()
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if request.num_output_tokens and (params.presence_penalty or params.frequency_penalty):
+        output = torch.tensor(request.output_token_ids, device=logits.device)
+        seen, counts = output.unique(return_counts=True)
+        logits[seen] -= params.presence_penalty + params.frequency_penalty * counts
 
 
 def _is_random(request: Request, ordered: bool) -> bool:

@@ -132,3 +132,18 @@ def test_a_window_shorter_than_the_probe(architecture, tiny_model, random_prompt
     prompts = random_prompts(6)
     expected = greedy_reference(tiny_model(architecture, sliding_window=3), prompts, MAX_TOKENS)
     assert tokens_of(engine_on(tiny_model(architecture, sliding_window=3)), prompts) == expected
+
+
+def test_a_repetition_penalty_is_transformers_own(tiny_model, random_prompts):
+    prompts = random_prompts(8, longest=30)
+    reference = tiny_model("llama")
+    expected = [
+        reference.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, repetition_penalty=1.7)[
+            0, len(prompt) :
+        ].tolist()
+        for prompt in prompts
+    ]
+    params = SamplingParams(max_tokens=MAX_TOKENS, repetition_penalty=1.7)
+    for options in ({}, {"num_blocks": 40}):
+        completions = engine_on(tiny_model("llama"), **options).generate(prompts, params)
+        assert [completion.token_ids for completion in completions] == expected

@@ -127,3 +127,24 @@ def test_scores_are_log_softmax_in_any_chunk(monkeypatch):
 def test_bad_parameters_are_refused_by_name(field, value):
     with pytest.raises(EvalError, match=rf"SamplingParams\.{field} is"):
         SamplingParams(**{field: value})
+
+
+def test_penalties_lower_what_was_said_and_leave_the_logprobs_alone():
+    request = Request(
+        "r", [0, 1], SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, logprobs=1, max_tokens=9)
+    )
+    request.token_ids += [2, 5, 5]
+    logits = LOGITS.clone().unsqueeze(0)
+    sampled = sample(logits, [request], NO_STOPS)
+    torch.testing.assert_close(logits[0], LOGITS - torch.tensor([0, 0, 0.75, 0, 0, 1.0]))
+    assert sampled.logprobs[0].logprob == pytest.approx(LOGITS.log_softmax(0)[0].item())
+    repeating = Request("r", [0, 4], SamplingParams(repetition_penalty=2.0))
+    logits = LOGITS.clone().unsqueeze(0)
+    sample(logits, [repeating], NO_STOPS)
+    torch.testing.assert_close(logits[0], torch.tensor([1.0, 1.0, 0.0, -1.0, -4.0, 0.5]))
+
+
+@pytest.mark.parametrize("field", [{"presence_penalty": 3}, {"frequency_penalty": -2.5}, {"repetition_penalty": 0}])
+def test_penalties_out_of_range_are_refused(field):
+    with pytest.raises(EvalError, match=next(iter(field))):
+        SamplingParams(**field)
