@@ -105,10 +105,13 @@ class Recipe:
         return method
 
     def skips(self, name: str) -> bool:
-        """Whether the module keeps its weights: ignored, or skipped by its first matching override."""
+        """Whether the module keeps its weights: ignored, or skipped by its first matching override. An override for
+        the module's very name is meant: `lm_head: {bits: 8}` needs no other ignore."""
+        override = self.override_of(name)
+        if override is not None and override.pattern == name:
+            return override.skip
         if any(fnmatchcase(name, pattern) for pattern in self.ignore):
             return True
-        override = self.override_of(name)
         return override is not None and override.skip
 
     def override_of(self, name: str) -> Override | None:

@@ -46,6 +46,7 @@ def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> 
     for index in range(len(decoder.layers)):
         others += decoder.layer_gates(index)
     linears.update(head)
+    refuse_embedding_overrides(recipe, decoder)
     refuse_idle_overrides(recipe, linears)
     chosen = {name: module for name, module in linears.items() if not recipe.skips(name)}
     if not chosen:
@@ -112,6 +113,17 @@ def is_head(module: nn.Module, decoder: Decoder) -> bool:
 def embedding_name(decoder: Decoder) -> str:
     embedding = decoder.model.get_input_embeddings()
     return next(f"{name}.weight" for name, module in decoder.model.named_modules() if module is embedding)
+
+
+def refuse_embedding_overrides(recipe: Recipe, decoder: Decoder) -> None:
+    """compressed-tensors 0.19 can say a quantized embedding, but what loads it is not there: transformers 5.17 fails on
+    packed ones (its `_init_weights` reads their absent `weight`), and plain int8 ones break a tied head."""
+    name = embedding_name(decoder).removesuffix(".weight")
+    if any(override.pattern == name and not override.skip for override in recipe.overrides):
+        raise QuantizeError(
+            f"overrides: {name}: embeddings keep their weights, since transformers does not load packed ones; "
+            "only linears can be quantized, the head (lm_head) among them"
+        )
 
 
 def refuse_idle_overrides(recipe: Recipe, linears: Mapping[str, nn.Linear]) -> None:

@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "gemma3_text": SLIDING | {"query_pre_attn_scalar": 16},
     "phi3": {},
     "olmo2": {},
+    "gpt_neox": {},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
     "mixtral": EXPERTS,
     "qwen3_moe": EXPERTS,

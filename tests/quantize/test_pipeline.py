@@ -22,6 +22,7 @@ from quantize.causal_attention import FasterCausalAttention
 from quantize.checkpoint import Checkpoint
 from quantize.decoder import load_module, open_decoder
 from quantize.errors import QuantizeError
+from quantize.load import load_model
 from quantize.method import METHODS
 from quantize.walk import Walk
 
@@ -282,6 +283,30 @@ def test_a_targeted_head_is_untied_and_the_cost_is_said(spelling_llama, tmp_path
     assert manifest.modules[-1].name == "lm_head"
     assert "6144 bytes more" in manifest.notes[0]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_an_override_by_its_name_takes_the_head_out_of_ignore(spelling_llama, tmp_path):
+    recipe = Recipe.from_mapping({"method": "int4", "group_size": 32, "overrides": {"lm_head": {"bits": 8}}})
+    manifest = quantize_checkpoint(spelling_llama, recipe, tmp_path / "out")
+    head = manifest.modules[-1]
+    assert (head.name, head.bits, head.group_size) == ("lm_head", 8, 32)
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(ids).logits
+        ours = load_model(tmp_path / "out", dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pattern_that_matches_the_head_leaves_it_ignored(spelling_llama, tmp_path):
+    recipe = Recipe.from_mapping({"method": "int8", "overrides": {"*": {"bits": 8}}})
+    assert "lm_head" not in {
+        record.name for record in quantize_checkpoint(spelling_llama, recipe, tmp_path / "o").modules
+    }
+
+
+def test_embeddings_are_refused_by_name(spelling_llama, tmp_path):
+    recipe = Recipe.from_mapping({"method": "int8", "overrides": {"model.embed_tokens": {"bits": 8}}})
+    assert "model.embed_tokens: embeddings keep their weights" in refused(spelling_llama, recipe, tmp_path)
 
 
 def test_overrides_give_modules_their_own_bits_or_leave_them(spelling_llama, spelled_text, tmp_path):
