@@ -13,6 +13,7 @@ from quantize.checkpoint import Checkpoint
 from quantize.decoder import Decoder
 from quantize.errors import QuantizeError
 from quantize.formats.choose import refuse_misfits
+from quantize.formats.compressed_tensors import METHOD
 from quantize.recipe import AUTO_GROUP_SIZES, Recipe
 from quantize.scheme import Scheme
 
@@ -53,7 +54,7 @@ def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> 
         raise QuantizeError(f"{checkpoint.path}: the recipe's ignore and overrides leave nothing to quantize")
     auto, note = auto_group_size({name: module.in_features for name, module in chosen.items()}, recipe)
     schemes = {name: recipe.scheme_of(name, auto) for name in chosen}
-    expert_notes = fit_experts(decoder, schemes)
+    expert_notes = fit_experts(decoder, schemes) if recipe.format == METHOD else []
     refuse_odd_groups({name: module.in_features for name, module in chosen.items()}, schemes)
     shapes = {name: (module.out_features, module.in_features) for name, module in chosen.items()}
     refuse_misfits(schemes, shapes, head, recipe.format)
