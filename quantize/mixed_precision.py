@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from quantize.errors import QuantizeError
+from quantize.method import METHODS
 from quantize.recipe import Override, Recipe
 from quantize.scheme import PER_CHANNEL
 
@@ -124,7 +125,7 @@ def check_target(recipe: Recipe, target_bits: float | None, target_kl: float | N
         raise QuantizeError(f"target_kl: {target_kl:g} is not a positive number of nats per token")
     if recipe.overrides:
         raise QuantizeError("overrides: the recipe has some already, and auto writes them itself; take them out")
-    if recipe.plan.external is not None or BASE_BITS not in recipe.plan.bits:
+    if recipe.method not in METHODS or BASE_BITS not in recipe.plan.bits:
         raise QuantizeError(f"method: {recipe.method} has no mixture of 4 and 8 bits; use gptq, int4, awq or awq+gptq")
     if recipe.format != "compressed-tensors":
         raise QuantizeError(f"format: {recipe.format} stores all modules in one width; auto needs compressed-tensors")

@@ -164,4 +164,11 @@ def last_line(log: Path, output: IO[str] | None = None) -> str:
         output.flush()
     lines = [line.strip() for line in re.split(r"[\r\n]", log.read_text(encoding="utf-8", errors="replace"))]
     spoken = [line for line in lines if line and not line.startswith("[notice]")]
-    return spoken[-1][:300] if spoken else "it said nothing"
+    if not spoken:
+        return "it said nothing"
+    said = spoken[-1]
+    if re.fullmatch(r"\w+(Error|Exception)", said):
+        # An assertion without words: the line of code that failed says more.
+        code = [line for line in spoken[:-1] if not re.match(r'File "|[~^]+$', line)]
+        said = f"{said}: {code[-1]}" if code else said
+    return said[:300]

@@ -170,7 +170,7 @@ def finish(
     with one_line_os_errors(out):
         copy_companions(checkpoint.path, out)
     result = Checkpoint.open(out)
-    modules = written_modules(checkpoint, result, order.targets, order.scheme, order.recipe.plan.scaling is not None)
+    modules = written_modules(checkpoint, result, order.targets, order.recipe.plan.scaling is not None)
     lost = sorted(set(order.targets.schemes) - {module.name for module in modules})
     if lost:
         raise QuantizeError(

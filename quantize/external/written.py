@@ -1,50 +1,47 @@
 """What an external quantizer left in its checkpoint, module by module, in the terms of our manifest.
 
-Weights are compared with the source's where the layout is one that this package reads and the algorithm leaves every
-weight in its place; one that moves scales into norms and neighbours (AWQ) changes the weights on purpose, and their
-distance from the source says nothing.
+Weights are compared with the source's where the algorithm leaves every weight in its place; one that moves scales into
+norms and neighbours (AWQ) changes the weights on purpose, and their distance from the source says nothing.
 """
-
-from collections.abc import Mapping
 
 import torch
 
 from quantize.checkpoint import Checkpoint
-from quantize.formats.compressed_tensors import METHOD, unpack_weight
+from quantize.errors import QuantizeError
+from quantize.formats.choose import quantization_of, stored_linears
 from quantize.gram import relative_weight_error
 from quantize.manifest import ModuleRecord
-from quantize.scheme import Scheme, dequantize
+from quantize.scheme import dequantize
 from quantize.targets import Targets
 
-CODES = ("weight_packed", "qweight")
 
-
-def written_modules(
-    source: Checkpoint, result: Checkpoint, targets: Targets, scheme: Scheme, moved: bool
-) -> tuple[ModuleRecord, ...]:
-    """A record of every target that is quantized in the result. moved: scales have moved between weights."""
-    stored: dict[str, dict[str, torch.Tensor]] = {name: {} for name in targets.schemes}
-    for tensor_name in result.tensor_names:
-        module, _, leaf = tensor_name.rpartition(".")
-        if module in stored and leaf != "bias":
-            stored[module][leaf] = result.tensor(tensor_name)
-    readable = result.config.get("quantization_config", {}).get("quant_method") == METHOD
+def written_modules(source: Checkpoint, result: Checkpoint, targets: Targets, moved: bool) -> tuple[ModuleRecord, ...]:
+    """A record of every target that is quantized in the result. moved: scales have moved between weights. Raises
+    QuantizeError for a result in a layout that is not read here."""
+    settings = quantization_of(result)
+    stored = stored_linears(settings, result.tensor_names, targets.schemes)
+    if stored is None:
+        raise QuantizeError(
+            f"{result.path}: written in a layout that quantgate does not read ({settings.get('quant_method')})"
+        )
     records = []
-    for name, tensors in stored.items():
-        if not is_quantized(tensors):
+    for name, linear in stored.items():
+        if not all(f"{name}.{leaf}" in result.files for leaf in linear.leaves):
             continue
-        weight = source.tensor(f"{name}.weight")
-        error = None
-        if readable and not moved:
-            error = relative_weight_error(weight.float(), dequantize(unpack_weight(tensors, scheme), torch.float32))
+        tensors = {leaf: result.tensor(f"{name}.{leaf}") for leaf in linear.leaves}
+        quantized, order = linear.unpack(tensors)
+        weight = source.tensor(f"{name}.weight").float()
+        approximation = dequantize(quantized, torch.float32)
+        if order is not None:
+            approximation = torch.empty_like(approximation).index_copy_(1, order, approximation)
         records.append(
             ModuleRecord(
                 name=name,
-                bits=scheme.bits,
-                group_size=scheme.group_size,
-                symmetric=scheme.symmetric,
-                relative_error=error,
-                error_of="not compared" if error is None else "weights",
+                bits=quantized.scheme.bits,
+                group_size=quantized.scheme.group_size,
+                symmetric=quantized.scheme.symmetric,
+                relative_error=None if moved else relative_weight_error(weight, approximation),
+                error_of="not compared" if moved else "weights",
                 fallback=None,
                 dead_columns=0,
                 clipped_scales=0,
@@ -54,7 +51,3 @@ def written_modules(
             )
         )
     return tuple(records)
-
-
-def is_quantized(tensors: Mapping[str, torch.Tensor]) -> bool:
-    return any(leaf in tensors for leaf in CODES) or ("weight_scale" in tensors and "weight" in tensors)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantize import Manifest, QuantizeError, Recipe, load_model, quantize_checkpoint
-from quantize.checkpoint import Checkpoint
 from quantize.external import environments, run
 from quantize.external.environments import INSTALLED, LIBRARIES, install, is_installed
 
@@ -113,6 +113,12 @@ def test_a_failing_library_gives_its_last_line_and_a_log_and_nothing_half_writte
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_an_assertion_without_words_is_shown_as_code(stand_in, spelling_llama, tmp_path):
+    stand_in("outputs = 32\nassert outputs % 64 == 0")
+    with pytest.raises(QuantizeError, match=r"\(AssertionError: assert outputs % 64 == 0\)"):
+        quantize_checkpoint(spelling_llama, Recipe.from_mapping(RECIPE), tmp_path / "out")
 
 
 def test_a_killed_library_is_said_to_be_killed(stand_in, spelling_llama, tmp_path):
@@ -246,6 +252,27 @@ def test_an_unknown_library_is_named():
         install("autoround")
 
 
+def test_a_layout_that_is_not_read_here_is_said_so(stand_in, made, spelling_llama, tmp_path):
+    config = json.loads((made / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "fp8"
+    (made / "config.json").write_text(json.dumps(config))
+    stand_in(COPIES.format(made=str(made), seen=str(tmp_path / "seen.json")))
+    with pytest.raises(QuantizeError, match=r"a layout that quantgate does not read \(fp8\)"):
+        quantize_checkpoint(spelling_llama, Recipe.from_mapping(RECIPE), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def roomy_llama(spelling_llama, tmp_path_factory) -> Path:
+    """Large enough for AutoAWQ, which wants 64 outputs in every linear."""
+    folder = Path(shutil.copytree(spelling_llama, tmp_path_factory.mktemp("roomy") / "llama"))
+    config = LlamaConfig.from_pretrained(folder)
+    config.hidden_size, config.intermediate_size, config.head_dim = 128, 256, 32
+    torch.manual_seed(2)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("method", "symmetric"),
     [
@@ -253,16 +280,20 @@ def test_an_unknown_library_is_named():
         ("external:llmcompressor:awq", False),
         ("external:llmcompressor:rtn", True),
         ("external:gptqmodel:gptq", True),
+        ("external:gptqmodel:awq", False),
         ("external:autoawq", False),
     ],
 )
-def test_an_installed_library_quantizes(spelling_llama, tmp_path, method, symmetric):
+def test_an_installed_library_quantizes(roomy_llama, tmp_path, method, symmetric):
     library = LIBRARIES[method.split(":")[1]]
     if not is_installed(library):
         pytest.skip(f"{library.name} is not installed")
     fields = {"method": method, "group_size": 32, "symmetric": symmetric, "samples": 8, "sequence_length": 64}
-    source = Path(shutil.copytree(spelling_llama, tmp_path / "source"))
-    manifest = quantize_checkpoint(source, Recipe.from_mapping(fields), tmp_path / "out")
+    manifest = quantize_checkpoint(roomy_llama, Recipe.from_mapping(fields), tmp_path / "out")
     assert manifest.coverage == {"expected": 21, "packed": 21}
     assert f"external.{library.requirements[0].partition('==')[0]}" in manifest.versions
-    assert Checkpoint.open(tmp_path / "out").config["quantization_config"]
+    errors = [module.relative_error for module in manifest.modules]
+    assert errors == [None] * 21 if "awq" in method else all(0 < error < 0.1 for error in errors)
+    assert {(module.bits, module.group_size, module.symmetric) for module in manifest.modules} == {(4, 32, symmetric)}
+    model = load_model(tmp_path / "out", dtype=torch.float32)
+    assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()

@@ -96,6 +96,7 @@ def test_the_recipe_takes_the_width_of_most_weights_and_overrides_the_others():
         ({"overrides": {"*.q": {"bits": 8}}}, (5.0, None), "overrides: the recipe has some already"),
         ({"method": "int8"}, (5.0, None), "method: int8 has no mixture"),
         ({"method": "external:llmcompressor"}, (5.0, None), "has no mixture"),
+        ({"method": "bnb-nf4"}, (5.0, None), "method: bnb-nf4 has no mixture"),
         ({"format": "gptq"}, (5.0, None), "format: gptq stores all modules in one width"),
     ],
 )
