@@ -54,7 +54,9 @@ def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> 
         raise QuantizeError(f"{checkpoint.path}: the recipe's ignore and overrides leave nothing to quantize")
     auto, note = auto_group_size({name: module.in_features for name, module in chosen.items()}, recipe)
     schemes = {name: recipe.scheme_of(name, auto) for name in chosen}
-    expert_notes = fit_experts(decoder, schemes) if recipe.format == METHOD else []
+    expert_notes = (
+        fit_experts(decoder, schemes) if recipe.format == METHOD else who_loads_experts(decoder, schemes, recipe.format)
+    )
     refuse_odd_groups({name: module.in_features for name, module in chosen.items()}, schemes)
     shapes = {name: (module.out_features, module.in_features) for name, module in chosen.items()}
     refuse_misfits(schemes, shapes, head, recipe.format)
@@ -71,6 +73,12 @@ def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> 
         notes.append(f"the head was tied to {embedding} and is stored beside it now: about {cost} bytes more")
     ignored = (*(name for name in linears if name not in schemes), *others)
     return Targets(schemes, ignored, tuple(notes), unties, embedding)
+
+
+def who_loads_experts(decoder: Decoder, schemes: Mapping[str, Scheme], form: str) -> list[str]:
+    mixtures = tuple(f"{path}." for index in range(len(decoder.layers)) for path in decoder.layer_experts(index))
+    chosen = any(name.startswith(mixtures) for name in schemes)
+    return [f"transformers 5.17 does not load experts in {form}; vLLM and quantgate do"] if chosen else []
 
 
 def fit_experts(decoder: Decoder, schemes: dict[str, Scheme]) -> list[str]:
