@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from quantize.checkpoint import Checkpoint, one_line
@@ -36,6 +36,7 @@ BLOCK = 32
 RANGES = {"gguf-q8_0": (-128, 127), "gguf-q4_0": (-8, 7)}
 GGUF_FORMATS = tuple(RANGES)
 ARCHITECTURE = "llama"
+NO_NORMALIZER = {"type": "Sequence", "normalizers": []}
 
 
 def write_gguf(
@@ -197,7 +198,10 @@ def pre_tokenizer_name(content: dict[str, Any]) -> str | None:
     those that the reader of GGUF here knows."""
     from quantize.formats.gguf import LLAMA_3_SPLIT
 
-    if content["model"]["type"] != "BPE" or content["model"].get("byte_fallback") or content.get("normalizer"):
+    if content["model"]["type"] != "BPE" or content.get("normalizer") not in (None, NO_NORMALIZER):
+        return None
+    # With a letter for every byte nothing is ever unknown, whatever the file says of falling back to bytes.
+    if not set(pre_tokenizers.ByteLevel.alphabet()) <= content["model"]["vocab"].keys():
         return None
     steps = content.get("pre_tokenizer") or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]

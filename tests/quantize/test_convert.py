@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quantize import Manifest, Recipe, load_model, quantize_checkpoint
@@ -23,7 +23,9 @@ TEXTS = ["ab12 and 3", "Grüße, 你好!\n\tx", "don't  stop 2024", "<|im_end|>a
 
 def byte_level_tokenizer(pre_tokenizer) -> PreTrainedTokenizerFast:
     letters = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "ab"]
-    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(letters)}, [("1", "2"), ("a", "b")]))
+    vocabulary = {token: index for index, token in enumerate(letters)}
+    backend = Tokenizer(models.BPE(vocabulary, [("1", "2"), ("a", "b")], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([])
     backend.pre_tokenizer = pre_tokenizer
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
