@@ -26,6 +26,9 @@ from quantize.errors import QuantizeError
 from quantize.recipe import Recipe
 from tasks.yaml_file import line_of, read_yaml_mapping
 
+WholeNumber = Annotated[int, Field(strict=True)]
+"""`true` is none, though Python counts it as 1."""
+
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 BASELINE = "baseline"
 
@@ -36,8 +39,8 @@ class SharedCalibration(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     file: Path | None = None
-    samples: int | None = Field(default=None, ge=1)
-    sequence_length: int | None = Field(default=None, ge=2)
+    samples: WholeNumber | None = Field(default=None, ge=1)
+    sequence_length: WholeNumber | None = Field(default=None, ge=2)
 
 
 class Campaign(BaseModel):
@@ -51,9 +54,9 @@ class Campaign(BaseModel):
     calibration: SharedCalibration = SharedCalibration()
     suite: str = "core"
     data_dir: Path | None = None
-    limit: int | None = Field(default=None, ge=1)
+    limit: WholeNumber | None = Field(default=None, ge=1)
     workload: str = "chat"
-    repeats: int | None = Field(default=None, ge=1)
+    repeats: WholeNumber | None = Field(default=None, ge=1)
     policy: str = "default"
     output: Path | None = None
 

@@ -42,6 +42,7 @@ def test_shared_calibration_reaches_every_recipe_that_gives_none_of_its_own(tmp_
         (GOOD.replace("  int8:", "  baseline:"), 5, "and not 'baseline'"),
         (GOOD.replace("  int8:", "  ../x:"), 5, "is letters"),
         (GOOD.replace("baseline: smollm2-135m", 'baseline: ""'), 2, "at least 1 character"),
+        (GOOD + "limit: true\n", 7, "limit"),
         (GOOD + "data_dir: nowhere\n", 7, "data_dir: no folder"),
         (GOOD.replace("samples: 8", "file: nowhere.jsonl"), 3, "calibration.file: no file"),
         (GOOD.replace("samples: 8", "file: ."), 3, "calibration.file: no file"),
