@@ -56,9 +56,11 @@ def main() -> None:
 
 
 def random_llama(folder: Path) -> Path:
-    """Sizes that every loader's kernels take; weights large enough for its answers to differ from token to token."""
+    """Sizes that every loader's kernels take; weights large enough for its answers to differ from token to token. The
+    tokenizer is there because GPTQModel looks for one."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -73,6 +75,8 @@ def random_llama(folder: Path) -> Path:
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({str(index): index for index in range(512)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", pad_token="0", eos_token="2").save_pretrained(folder)
     return folder
 
 
@@ -94,8 +98,10 @@ def compare(source: Path, name: str, folder: Path, arguments: argparse.Namespace
     }
     run = subprocess.run(command, env=environment, cwd=folder.parent, capture_output=True, text=True, check=False)
     if run.returncode != 0 or not answer.is_file():
-        words = (run.stderr or run.stdout).strip().splitlines() or ["no answer"]
-        return {"agrees": False, "verdict": f"did not load: {words[-1][:200]}", "stderr": words[-40:]}
+        words = (run.stderr + run.stdout).strip().splitlines() or ["no answer"]
+        # vLLM's workers say why, its main process only that they failed.
+        reasons = [line for line in words if "cannot implement" in line or "Error:" in line] or words[-1:]
+        return {"agrees": False, "verdict": f"did not load: {reasons[0][-200:]}", "log": words[-60:]}
     theirs = json.loads(answer.read_text())
     model = load_model(folder, dtype=torch.float32)
     equal, gaps = 0, []

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from quantize.checkpoint import Checkpoint, one_line
@@ -200,8 +200,8 @@ def pre_tokenizer_name(content: dict[str, Any]) -> str | None:
 
     if content["model"]["type"] != "BPE" or content.get("normalizer") not in (None, NO_NORMALIZER):
         return None
-    # With a letter for every byte nothing is ever unknown, whatever the file says of falling back to bytes.
-    if not set(pre_tokenizers.ByteLevel.alphabet()) <= content["model"]["vocab"].keys():
+    # Byte-level letters leave nothing to fall back from; tokens for raw bytes are SentencePiece's way.
+    if content["model"].get("byte_fallback") and "<0x00>" in content["model"]["vocab"]:
         return None
     steps = content.get("pre_tokenizer") or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
