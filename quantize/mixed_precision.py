@@ -6,7 +6,8 @@ Rounding errors of different weights are nearly uncorrelated and of mean zero, w
 different linears add up, and within one linear the loss grows with the squared rounding error. So one measured loss at
 4 bits gives that at any other width b: KL_b = KL_4 ‖W − Ŵ_b‖² / ‖W − Ŵ_4‖².
 
-Linears that read the same input get the same bits, because servers fuse them into one (q, k and v; gate and up).
+Linears that read the same input get the same bits, because servers fuse them into one (q, k and v; gate and up), and so
+do all experts of a layer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

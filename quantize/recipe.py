@@ -186,8 +186,9 @@ def check_external(recipe: Recipe, where: str) -> None:
         raise QuantizeError(f"{where}: activations: {recipe.method} quantizes weights only here")
     if recipe.ignore != ("lm_head",):
         raise QuantizeError(f"{where}: ignore: {recipe.method} leaves lm_head as it is and takes nothing else")
+    own = ("damp", "act_order", "token_importance", "format")
     for field in fields(Recipe):
-        if field.name in ("damp", "act_order", "format") and getattr(recipe, field.name) != field.default:
+        if field.name in own and getattr(recipe, field.name) != field.default:
             raise QuantizeError(f"{where}: {field.name}: {recipe.method} has its own; leave it out")
     if recipe.symmetric and algorithm == AWQ and library != "llmcompressor":
         raise QuantizeError(

@@ -76,10 +76,12 @@ class Sensitivity:
     seconds: float
 
     def units(self) -> tuple[Unit, ...]:
-        """What can be decided on: the linears of a layer that share an input."""
+        """What can be decided on: the linears of a layer that share an input, and all its experts as one, because
+        servers run them as one."""
         together: dict[tuple[int, str], list[ModuleLoss]] = {}
         for module in self.modules:
-            together.setdefault((module.layer, module.reads), []).append(module)
+            experts, star, _ = module.kind.partition("*")
+            together.setdefault((module.layer, experts if star else module.reads), []).append(module)
         return tuple(unit_of(members) for members in together.values())
 
 

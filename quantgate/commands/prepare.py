@@ -70,7 +70,8 @@ def quantize_command(
     format: Annotated[str | None, typer.Option(help="compressed-tensors (default), gptq or awq.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A YAML recipe; options given here override it.")] = None,
     auto: Annotated[
-        bool, typer.Option("--auto", help="Measure what each linear loses, and mix 4 and 8 bits accordingly.")
+        bool,
+        typer.Option("--auto", help="Measure what each linear loses, and mix 4 and 8 bits accordingly (method: gptq)."),
     ] = False,
     target_bits: TargetBitsOption = None,
     target_kl: TargetKlOption = None,
@@ -91,7 +92,7 @@ def quantize_command(
     chosen = recipe_from_options(
         recipe,
         {
-            "method": method,
+            "method": method or ("gptq" if auto and recipe is None else None),
             "bits": bits,
             "group_size": group_size,
             "symmetric": symmetric,

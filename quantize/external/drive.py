@@ -116,6 +116,10 @@ def run_autoawq(job: dict[str, Any]) -> None:
 
 
 def run_autogptq(job: dict[str, Any]) -> None:
+    with open(os.path.join(job["source"], "config.json"), encoding="utf-8") as file:
+        if "rope_parameters" in json.load(file):
+            # Its transformers is of version 4 and would take the default base for the checkpoint's, without a word.
+            sys.exit("AutoGPTQ cannot read rope_parameters, as transformers 5 writes them; use external:gptqmodel")
     with timed("import"):
         from auto_gptq import AutoGPTQForCausalLM, BaseQuantizeConfig
     config = BaseQuantizeConfig(bits=job["bits"], group_size=job["group_size"], sym=job["symmetric"], desc_act=False)

@@ -181,6 +181,7 @@ def test_an_environment_of_other_pins_is_not_taken_for_ours(stand_in):
         ({"activations": "int8", "bits": 8, "group_size": -1}, "quantizes weights only"),
         ({"ignore": []}, "ignore: external:llmcompressor:rtn leaves lm_head"),
         ({"damp": 0.1}, "damp: external:llmcompressor:rtn has its own"),
+        ({"format": "gptq"}, "format: external:llmcompressor:rtn has its own"),
         ({"method": "external:autoawq"}, "add symmetric: false"),
     ],
 )

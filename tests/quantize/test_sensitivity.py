@@ -1,6 +1,7 @@
 """What linears lose alone, against models that are really changed so; and recipes that spend bytes where it hurts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,17 @@ def test_linears_that_read_one_input_are_decided_together(measured):
     assert sum(unit.parameters for unit in units) == sum(module.parameters for module in measured.modules)
     assert ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj",
             "model.layers.0.self_attn.v_proj") in [unit.patterns for unit in units]  # fmt: skip
+
+
+def test_the_experts_of_a_layer_are_decided_together(measured):
+    attention = measured.modules[0]
+    experts = [
+        replace(attention, layer=layer, kind=f"mlp.experts.*.{name}", reads=f"mlp.experts.*.{name}")
+        for layer in (0, 1)
+        for name in ("gate_proj", "down_proj")
+    ]
+    units = replace(measured, modules=(attention, *experts)).units()
+    assert [len(unit.patterns) for unit in units] == [1, 2, 2]
 
 
 def test_the_recipe_protects_what_is_fragile_and_beats_a_uniform_one_of_the_same_bytes(fragile, measured, tmp_path):
