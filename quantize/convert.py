@@ -147,7 +147,6 @@ def in_scheme(weight: QuantizedWeight, scheme: Scheme, dtype: torch.dtype | None
 def write_folder(quantized: Quantized, schemes: Mapping[str, Scheme], form: str, folder: Path, tell: Progress) -> None:
     checkpoint, target = quantized.checkpoint, FORMATS[form]
     dtype = dtype_of(checkpoint)
-    owners = {f"{name}.{leaf}": name for name, stored in quantized.linears.items() for leaf in stored.leaves}
     files = sorted(set(checkpoint.files.values()))
     weight_map: dict[str, str] = {}
     sizes: dict[str, int] = {}
@@ -155,10 +154,10 @@ def write_folder(quantized: Quantized, schemes: Mapping[str, Scheme], form: str,
         tell(f"converting to {form}", step, len(files))
         tensors: dict[str, torch.Tensor] = {}
         for name in (name for name in checkpoint.tensor_names if checkpoint.files[name] == file):
-            owner = owners.get(name)
-            if owner is None:
+            owner, _, leaf = name.rpartition(".")
+            if owner not in quantized.linears or leaf == "bias":
                 tensors[name] = checkpoint.tensor(name)
-            elif name == f"{owner}.{quantized.linears[owner].leaf}":
+            elif leaf == quantized.linears[owner].leaf:
                 packed = target.pack(owner, in_scheme(quantized.weight(owner), schemes[owner], dtype))
                 tensors.update(packed)
                 sizes[owner] = sum(tensor.nbytes for tensor in packed.values())

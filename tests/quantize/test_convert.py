@@ -265,3 +265,16 @@ def test_a_quantized_head_goes_into_gguf_and_not_into_gptq(source, tmp_path):
     read = LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="out.gguf", dtype=torch.float32).eval()
     with torch.inference_mode():
         assert torch.allclose(read(IDS).logits, logits(start), atol=1e-5)
+
+
+def test_what_the_old_format_left_beside_the_weights_does_not_come_along(source, tmp_path):
+    """Older writers store zero points of 0 with symmetric weights too."""
+    start = quantized(source, tmp_path / "start")
+    for file in start.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            tensors[name.replace("weight_scale", "weight_zero_point")] = torch.zeros(8, 2, dtype=torch.int32)
+        save_file(tensors, file, {"format": "pt"})
+    convert_checkpoint(start, "awq", tmp_path / "awq")
+    leaves = {name.rpartition(".")[2] for name in all_tensors(tmp_path / "awq")}
+    assert leaves == {"weight", "qweight", "qzeros", "scales"}
