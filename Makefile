@@ -38,6 +38,7 @@ bench: $(INSTALLED)
 
 # Against llm-compressor and GPTQModel, which are installed into environments of their own first (about 3 hours in all).
 bench-quantize: $(INSTALLED)
+	$(BIN)/python benchmarks/quantize_memory.py
 	$(BIN)/quantgate external install llmcompressor
 	$(BIN)/quantgate external install gptqmodel
 	$(BIN)/python benchmarks/quantize_peers.py --data-dir $(DATA)

@@ -2,7 +2,7 @@
 layers, hidden size 1024, on the same calibration tokens.
 
 Every measurement is a fresh process, and the figure is the kernel's own high-water mark of its resident pages (VmHWM),
-memory-mapped files included. Run: python -m benchmarks.quantize_memory [--out FILE.json]
+memory-mapped files included. Run: python benchmarks/quantize_memory.py (about ten minutes on a quiet core).
 """
 
 import argparse
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+RESULTS = Path(__file__).parent / "results"
 METHODS = ("int8", "gptq", "awq")
 DEPTHS = (4, 32)
 HIDDEN, FEED_FORWARD, VOCABULARY = 1024, 2048, 1024
@@ -83,7 +84,7 @@ def peak_bytes() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS / "quantize_memory.json")
     parser.add_argument("--here", nargs=3, metavar=("SOURCE", "METHOD", "OUT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
@@ -97,7 +98,7 @@ def main() -> int:
             write_model(source, depth)
             size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
             for method in METHODS:
-                command = [sys.executable, "-m", "benchmarks.quantize_memory", "--here", str(source), method]
+                command = [sys.executable, __file__, "--here", str(source), method]
                 ran = subprocess.run(
                     [*command, str(Path(scratch) / f"{method}-{depth}")], check=True, capture_output=True, text=True
                 )
@@ -119,8 +120,7 @@ def main() -> int:
         "within_ten_percent": all(ratio <= ALLOWED for ratio in ratios.values()),
     }
     text = json.dumps(result, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
+    arguments.out.write_text(text + "\n")
     print(text)
     return 0 if result["within_ten_percent"] else 1
 
