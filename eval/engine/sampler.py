@@ -27,16 +27,15 @@ class Sampled:
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request], stop_ids: frozenset[int]) -> Sampled:
-    """One token per request from `logits` [requests, vocabulary]. `stop_ids`: the model's own end-of-sequence ids,
-    which a request below its `min_tokens` cannot choose."""
-    plain = {row: logits[row].clone() for row, request in enumerate(requests) if _reports_penalised(request)}
-    for row, request in enumerate(requests):
-        _penalise(logits[row], request)
-    for row, request in enumerate(requests):
-        if request.num_output_tokens < request.params.min_tokens:
-            banned = [*request.params.stop_token_ids, *(() if request.params.ignore_eos else stop_ids)]
-            if banned:
-                logits[row, banned] = -torch.inf
+    """One token per request from `logits` [requests, vocabulary], which stay as they are. `stop_ids`: the model's own
+    end-of-sequence ids, which a request below its `min_tokens` cannot choose. Logprobs are those of the logits."""
+    given = logits
+    adjusted = [row for row, request in enumerate(requests) if request.params.penalises or _is_too_short(request)]
+    if adjusted:
+        logits = logits.clone()
+    for row in adjusted:
+        _penalise(logits[row], requests[row])
+        _ban_stops(logits[row], requests[row], stop_ids)
     best, greedy = logits.max(dim=-1)
     token_ids: list[int] = greedy.tolist()
     errors: list[str | None] = [
@@ -52,7 +51,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], stop_ids: frozense
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
     for row, request in enumerate(requests):
         if request.params.logprobs is not None and errors[row] is None:
-            logprobs[row] = _token_logprobs(plain.get(row, logits[row]), token_ids[row], request.params.logprobs)
+            logprobs[row] = _token_logprobs(given[row], token_ids[row], request.params.logprobs)
     return Sampled(token_ids, logprobs, errors)
 
 
@@ -75,15 +74,21 @@ def sample_each(logits: torch.Tensor, requests: Sequence[Request], stop_ids: fro
         return Sampled(token_ids, logprobs, errors)
 
 
-def _reports_penalised(request: Request) -> bool:
-    return request.params.logprobs is not None and request.params.penalises
+def _is_too_short(request: Request) -> bool:
+    return request.num_output_tokens < request.params.min_tokens
+
+
+def _ban_stops(logits: torch.Tensor, request: Request, stop_ids: frozenset[int]) -> None:
+    """Takes what would end a request below its `min_tokens` out of its row of logits [vocabulary], in place."""
+    if _is_too_short(request):
+        banned = [*request.params.stop_token_ids, *(() if request.params.ignore_eos else stop_ids)]
+        if banned:
+            logits[banned] = -torch.inf
 
 
 def _penalise(logits: torch.Tensor, request: Request) -> None:
     """Applies the request's penalties to its row of logits [vocabulary], in place."""
     params = request.params
-    if not params.penalises:
-        return
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(request.token_ids, device=logits.device).unique()
         values = logits[seen]

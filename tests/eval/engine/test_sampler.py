@@ -5,7 +5,7 @@ import torch
 
 from eval.engine import EvalError, SamplingParams
 from eval.engine.request import Request
-from eval.engine.sampler import sample, sample_each, score_rows
+from eval.engine.sampler import _penalise, sample, sample_each, score_rows
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, 0.5])
 NO_STOPS = frozenset()
@@ -103,6 +103,24 @@ def test_exception_in_one_row_fails_that_row_only():
     assert "IndexError" in sampled.errors[1]
 
 
+def test_a_failing_neighbour_does_not_penalise_the_others_twice():
+    penalised = request_with(repetition_penalty=1.5, logprobs=1)
+    penalised.token_ids[0] = 0
+    broken = request_with(stop_token_ids=(10**6,), min_tokens=1)
+    alone = sample(LOGITS.repeat(1, 1), [penalised], NO_STOPS)
+    beside = sample_each(LOGITS.repeat(2, 1), [penalised, broken], NO_STOPS)
+    assert beside.token_ids[0] == alone.token_ids[0] == 0
+    assert beside.logprobs[0] == alone.logprobs[0]
+
+
+def test_logprobs_are_the_models_while_a_request_is_too_short_to_end():
+    logits = LOGITS[None].clone()
+    sampled = sample(logits, [request_with(min_tokens=1, logprobs=1)], frozenset({0}))
+    assert sampled.token_ids == [1]
+    assert [token for token, _ in sampled.logprobs[0].top] == [0]
+    assert torch.equal(logits[0], LOGITS)
+
+
 def test_scores_are_log_softmax_in_any_chunk(monkeypatch):
     logits, targets = torch.randn(37, 50), torch.randint(50, (37,))
     expected = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
@@ -134,14 +152,15 @@ def test_penalties_lower_what_was_said_and_leave_the_logprobs_alone():
         "r", [0, 1], SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, logprobs=1, max_tokens=9)
     )
     request.token_ids += [2, 5, 5]
-    logits = LOGITS.clone().unsqueeze(0)
-    sampled = sample(logits, [request], NO_STOPS)
-    torch.testing.assert_close(logits[0], LOGITS - torch.tensor([0, 0, 0.75, 0, 0, 1.0]))
+    logits = LOGITS.clone()
+    _penalise(logits, request)
+    torch.testing.assert_close(logits, LOGITS - torch.tensor([0, 0, 0.75, 0, 0, 1.0]))
+    sampled = sample(LOGITS.unsqueeze(0), [request], NO_STOPS)
     assert sampled.logprobs[0].logprob == pytest.approx(LOGITS.log_softmax(0)[0].item())
     repeating = Request("r", [0, 4], SamplingParams(repetition_penalty=2.0))
-    logits = LOGITS.clone().unsqueeze(0)
-    sample(logits, [repeating], NO_STOPS)
-    torch.testing.assert_close(logits[0], torch.tensor([1.0, 1.0, 0.0, -1.0, -4.0, 0.5]))
+    logits = LOGITS.clone()
+    _penalise(logits, repeating)
+    torch.testing.assert_close(logits, torch.tensor([1.0, 1.0, 0.0, -1.0, -4.0, 0.5]))
 
 
 @pytest.mark.parametrize("field", [{"presence_penalty": 3}, {"frequency_penalty": -2.5}, {"repetition_penalty": 0}])
