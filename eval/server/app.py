@@ -21,7 +21,7 @@ from starlette.routing import Route
 from eval.engine import Engine, EvalError
 from eval.engine.prompts import encode
 from eval.engine.stopping import completion_text
-from eval.server.engine_thread import EngineThread, QueueFullError, RequestStream
+from eval.server.engine_thread import EngineThread, QueueFullError, RequestStream, StoppedError
 from eval.server.metrics import Metrics
 from eval.server.protocol import (
     Ask,
@@ -195,6 +195,8 @@ class Server:
                 raise Refusal(400, str(failure), "invalid_request_error") from None
             if isinstance(failure, QueueFullError):
                 raise Refusal(429, "too many requests wait; try again", "rate_limit_error", headers=RETRY) from None
+            if isinstance(failure, StoppedError):
+                raise Refusal(503, "the server takes no more requests", "server_error", headers=RETRY) from None
             raise
         return streams
 
@@ -231,13 +233,13 @@ class Server:
 
     async def _events(self, envelope: Envelope, ask: Ask, streams: list[RequestStream]) -> AsyncIterator[str]:
         """Server-sent events, the choices' pieces as they come."""
-        ready: asyncio.Queue[Piece | GenerationError] = asyncio.Queue()
+        ready: asyncio.Queue[Piece | Exception] = asyncio.Queue()
 
         async def forward(index: int, stream: RequestStream) -> None:
             try:
                 async for piece in self._pieces(index, stream):
                     ready.put_nowait(piece)
-            except GenerationError as failure:
+            except Exception as failure:  # whatever it is, the client must not wait for the rest
                 ready.put_nowait(failure)
 
         tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
@@ -245,7 +247,7 @@ class Server:
             going = len(streams)
             while going:
                 piece = await ready.get()
-                if isinstance(piece, GenerationError):
+                if isinstance(piece, Exception):
                     yield _event(error_document(str(piece), "server_error"))
                     return
                 going -= piece.finish_reason is not None

@@ -30,6 +30,10 @@ class QueueFullError(Exception):
     """As many requests wait as may wait; later there may be room."""
 
 
+class StoppedError(Exception):
+    """The engine takes nothing any more: it was told to stop, or has failed."""
+
+
 @dataclass
 class _Subscriber:
     request: Request
@@ -97,7 +101,7 @@ class EngineThread:
     async def submit(self, prompt: list[int], params: SamplingParams, request_id: str) -> "RequestStream":
         """The request's stream, once the engine has taken it in.
 
-        Raises EvalError for a request that can never run and QueueFullError when too many wait.
+        Raises EvalError for a request that can never run, QueueFullError when too many wait, and StoppedError.
         """
         loop = asyncio.get_running_loop()
         accepted: asyncio.Future[_Subscriber] = loop.create_future()
@@ -181,22 +185,22 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         accepted: "asyncio.Future[_Subscriber]",
     ) -> None:
-        outcome: _Subscriber | EvalError
+        outcome: _Subscriber | EvalError | StoppedError
         try:
             if self._stopping:
-                raise EvalError("the server is shutting down")
+                raise StoppedError
             self.engine.add_request(prompt, params, request_id=request_id)
             request = self.engine.find(request_id)
             assert request is not None
             outcome = self._subscribers[request_id] = _Subscriber(request, loop, asyncio.Queue())
-        except EvalError as refusal:
+        except (EvalError, StoppedError) as refusal:
             outcome = refusal
 
         def answer() -> None:
             self._on_their_way -= 1
             if accepted.cancelled():
                 return
-            if isinstance(outcome, EvalError):
+            if isinstance(outcome, Exception):
                 accepted.set_exception(outcome)
             else:
                 accepted.set_result(outcome)

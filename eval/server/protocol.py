@@ -5,7 +5,7 @@ Field names and shapes are those of OpenAI's API reference; top_k, min_p, ignore
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,9 +31,26 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
+    "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "prompt_logprobs": (None, 0),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None, []),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1.0),
+    "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
 }
 """Fields that are not supported, with the values that ask for nothing."""
 
@@ -154,7 +171,6 @@ def _ask(
     messages: list[dict[str, Any]] | None = None,
 ) -> Ask:
     fields: dict[str, Any] = {name: _value(body, name, kind) for name, kind in SAMPLING.items()}
-    fields.setdefault("temperature", None)
     if fields["temperature"] is None:
         fields["temperature"] = 1.0  # OpenAI's default; the engine's own is greedy
     for name, text in (("stop", str), ("stop_token_ids", int)):
@@ -218,10 +234,10 @@ class Envelope:
     model: str
     created: int
     is_chat: bool
-    spell: Any
+    spell: Callable[[int], str]
 
     @classmethod
-    def of(cls, request_id: str, model: str, is_chat: bool, spell: Any) -> "Envelope":
+    def of(cls, request_id: str, model: str, is_chat: bool, spell: Callable[[int], str]) -> "Envelope":
         return cls(request_id, model, int(time.time()), is_chat, spell)
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:

@@ -14,12 +14,14 @@ def serve(
     engine: Engine, config: ServerConfig, host: str, port: int, drain_seconds: int, ready: Callable[[str], None]
 ) -> None:
     """Serves until a signal; then new connections are refused, and what runs has `drain_seconds` to end. `ready` gets
-    the address once it is bound (port 0 takes any that is free). Raises EvalError for an address that cannot be had."""
+    the address (port 0 takes any that is free) once connections to it are held for the server. Raises EvalError for an
+    address that cannot be had."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen()
     except (OSError, OverflowError) as failure:
         reason = getattr(failure, "strerror", None) or str(failure)
         raise EvalError(f"{host}:{port} cannot be served on ({reason}): choose another --host or --port") from None

@@ -22,7 +22,9 @@ class TextStream:
         self._sent = 0
 
     def add(self, token_ids: list[int]) -> str:
-        """The text that the new tokens made certain."""
+        """The text that the new tokens made certain; none without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
         self._token_ids += token_ids
         # Only the newest tokens are decoded, after a few old ones that say how they join.
         before = self._decode(self._token_ids[self._context : self._decoded])

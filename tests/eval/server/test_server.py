@@ -15,6 +15,8 @@ import uvicorn
 
 from eval.engine import Engine, SamplingParams
 from eval.server.app import ServerConfig, create_app
+from eval.server.engine_thread import EngineThread, StoppedError
+from eval.server.text_stream import TextStream
 
 TEXT = "The list holds"
 
@@ -162,6 +164,7 @@ def test_models_and_health(client, address):
         ({"prompt": TEXT, "n": 1000}, 400, "n must be between"),
         ({"prompt": TEXT, "echo": True}, 400, "echo is not supported"),
         ({"prompt": TEXT, "logit_bias": {"5": 3}}, 400, "logit_bias"),
+        ({"prompt": TEXT, "guided_json": {"type": "object"}}, 400, "guided_json"),
         ({"prompt": TEXT, "stop": [1]}, 400, "stop"),
         ({"prompt": {}}, 400, "prompt must be"),
         ({"prompt": ""}, 400, "no tokens"),
@@ -254,3 +257,43 @@ def test_events_are_well_formed(address):
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert all(json.loads(line.removeprefix("data: "))["object"] == "text_completion" for line in lines[:-1])
+
+
+def streamed(address: str, **body) -> list[str]:
+    asked = {"prompt": [5, 6, 7], "max_tokens": 4, "stream": True, **body}
+    with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=20) as answer:
+        return [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+
+
+def test_a_model_without_a_tokenizer_streams_token_ids(tiny_checkpoint):
+    engine = Engine.from_checkpoint(tiny_checkpoint, num_blocks=40)
+    engine.tokenizer = None
+    with served(engine) as address:
+        events = streamed(address, logprobs=0, ignore_eos=True)
+    assert events[-1] == "[DONE]"
+    tokens = [token for event in events[:-1] for token in json.loads(event)["choices"][0]["logprobs"]["tokens"]]
+    assert len(tokens) == 4
+    assert all(token.isdigit() for token in tokens)
+
+
+def test_a_stream_that_fails_midway_ends_with_an_error(tiny_checkpoint, monkeypatch):
+    def broken(self, token_ids):
+        raise ValueError("cannot decode")
+
+    monkeypatch.setattr(TextStream, "add", broken)
+    with served(Engine.from_checkpoint(tiny_checkpoint, num_blocks=40)) as address:
+        (event,) = streamed(address)
+        assert json.loads(event)["error"] == {
+            "message": "cannot decode",
+            "type": "server_error",
+            "param": None,
+            "code": None,
+        }
+
+
+def test_a_stopped_engine_says_so_and_does_not_blame_the_request(engine):
+    thread = EngineThread(engine, 1, lambda requests, steps: None)
+    thread.start()
+    thread.stop()
+    with pytest.raises(StoppedError):
+        asyncio.run(thread.submit([5], SamplingParams(), "late"))
