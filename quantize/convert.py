@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def convert_checkpoint(source: Path | str, form: str, out: Path | str, progress:
                 quantized.weight,
                 form,
                 out,
-                converted(quantized, form),
+                partial(converted, quantized, form),
                 tell,
             )
         return
@@ -120,16 +121,16 @@ def open_quantized(checkpoint: Checkpoint, form: str) -> Quantized:
 
 def agreed_schemes(quantized: Quantized, form: str) -> dict[str, Scheme]:
     """The scheme in which each module is written, once all are known to fit."""
-    weights = {name: quantized.weight(name) for name in quantized.linears}
-    schemes = {
-        name: replace(weight.scheme, activations=quantized.linears[name].scheme.activations)
-        for name, weight in weights.items()
-    }
+    schemes: dict[str, Scheme] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, stored in quantized.linears.items():
+        weight = quantized.weight(name)
+        schemes[name] = replace(weight.scheme, activations=stored.scheme.activations)
+        shapes[name] = (weight.codes.shape[0], weight.codes.shape[1])
     if len({replace(scheme, symmetric=True) for scheme in schemes.values()}) == 1:
         # A module whose zero points happen to be 0 is one with zero points among others that have them.
         alike = all(scheme.symmetric for scheme in schemes.values())
         schemes = {name: replace(scheme, symmetric=alike) for name, scheme in schemes.items()}
-    shapes = {name: (weight.codes.shape[0], weight.codes.shape[1]) for name, weight in weights.items()}
     refuse_misfits(schemes, shapes, quantized.heads, form)
     return schemes
 
@@ -186,24 +187,20 @@ def dtype_of(checkpoint: Checkpoint) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def converted(
-    quantized: Quantized, form: str, sizes: Mapping[str, int] | None = None, total: int | None = None
-) -> Manifest | None:
+def converted(quantized: Quantized, form: str, sizes: Mapping[str, int], total: int) -> Manifest | None:
     """The source's manifest for its weights in another format; None when the source has none. sizes: bytes by module,
-    total: bytes of the weight files, where they are known."""
+    total: bytes of all weights as written."""
     if not (quantized.checkpoint.path / MANIFEST).is_file():
         return None
     before = Manifest.read(quantized.checkpoint.path)
-    modules = before.modules
-    if sizes is not None:
-        modules = tuple(replace(record, bytes=sizes.get(record.name, record.bytes)) for record in modules)
-    origin = before.recipe.get("format", "compressed-tensors")
+    modules = tuple(replace(record, bytes=sizes.get(record.name, record.bytes)) for record in before.modules)
+    origin = quantized.settings.get("quant_method")
     return replace(
         before,
         fingerprint=hashlib.sha256(f"{before.fingerprint} as {form}".encode()).hexdigest(),
         recipe={**before.recipe, "format": form},
         modules=modules,
-        bytes_after=before.bytes_after if total is None else total,
+        bytes_after=total,
         bits_per_weight=8 * sum(record.bytes for record in modules) / sum(record.parameters for record in modules),
         notes=(*before.notes, f"converted without loss from {origin}, fingerprint {before.fingerprint[:12]}"),
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial as bind
 from pathlib import Path
@@ -45,11 +45,11 @@ def write_gguf(
     weight_of: Callable[[str], QuantizedWeight],
     form: str,
     out: Path,
-    manifest: Manifest | None,
+    manifest_of: Callable[[Mapping[str, int], int], Manifest | None],
     tell: Progress,
 ) -> None:
-    """Writes OUT, whole or not at all. `modules` are the quantized linears, of which `weight_of` gives the weights. The
-    manifest goes along.
+    """Writes OUT, whole or not at all. `modules` are the quantized linears, of which `weight_of` gives the weights.
+    What `manifest_of` makes of their bytes, by module, and of those of all tensors goes along.
 
     Raises QuantizeError, one line, for an architecture other than Llama's, a tokenizer without a name in llama.cpp, and
     a value that the type does not hold.
@@ -61,10 +61,9 @@ def write_gguf(
     quantized_type = gguf.GGMLQuantizationType[form.removeprefix("gguf-").upper()]
     add_settings(writer, config, form)
     add_tokenizer(writer, checkpoint, config.vocab_size)
-    if manifest is not None:
-        writer.add_string(GGUF_KEY, json.dumps(asdict(manifest), allow_nan=False))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     plan: list[tuple[str, Callable[[], np.ndarray[Any, Any]]]] = []
+    sizes: dict[str, int] = {}
 
     def add(name: str, read: Callable[[], np.ndarray[Any, Any]], kind: Any) -> None:
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -74,6 +73,7 @@ def write_gguf(
         first = read()
         writer.add_tensor_info(place, first.shape, first.dtype, first.nbytes, raw_dtype=kind)
         plan.append((name, read))
+        sizes[name] = first.nbytes
 
     def packed(module: str) -> np.ndarray[Any, Any]:
         return blocks(module, weight_of(module), form, config)
@@ -89,6 +89,9 @@ def write_gguf(
         elif not (tied and name == "lm_head.weight") and "rotary_emb" not in name:
             read, kind = plain_tensor(checkpoint, name, config)
             add(name, read, kind)
+    manifest = manifest_of({module: sizes[f"{module}.weight"] for module in done}, sum(sizes.values()))
+    if manifest is not None:
+        writer.add_string(GGUF_KEY, json.dumps(asdict(manifest), allow_nan=False))
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -156,8 +159,9 @@ def add_tokenizer(writer: Any, checkpoint: Checkpoint, vocabulary: int) -> None:
             f"{checkpoint.path}: its tokenizer is no byte-level BPE that llama.cpp has a name for; "
             "GGUF is written for those of GPT-2, SmolLM and Llama 3"
         )
-    if len(backend.get_vocab()) > vocabulary:
-        raise QuantizeError(f"{checkpoint.path}: its tokenizer has more tokens than the {vocabulary} of config.json")
+    highest = max(backend.get_vocab().values())
+    if highest >= vocabulary:
+        raise QuantizeError(f"{checkpoint.path}: its tokenizer gives token {highest}, but config.json has {vocabulary}")
     tokens = [f"[PAD{index}]" for index in range(vocabulary)]
     types = [gguf.TokenType.UNUSED] * vocabulary
     for token, index in backend.get_vocab().items():

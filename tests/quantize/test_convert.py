@@ -123,6 +123,10 @@ def test_the_manifest_goes_along_and_says_where_it_comes_from(source, tmp_path):
     sizes = {name: tensor.nbytes for name, tensor in all_tensors(tmp_path / "awq").items()}
     module = after.modules[0].name
     assert after.modules[0].bytes == sum(size for name, size in sizes.items() if name.startswith(f"{module}."))
+    reader = gguf.GGUFReader(str(tmp_path / "m.gguf"))
+    assert last.bytes_after == sum(tensor.n_bytes for tensor in reader.tensors)
+    # A block of Q8_0 is 34 bytes for 32 weights.
+    assert last.bits_per_weight == 8.5
     # Another format is other work: quantizing into the same folder does not take it for its own.
     with pytest.raises(QuantizeError, match="exists already"):
         quantized(source, tmp_path / "awq")
@@ -278,3 +282,12 @@ def test_what_the_old_format_left_beside_the_weights_does_not_come_along(source,
     convert_checkpoint(start, "awq", tmp_path / "awq")
     leaves = {name.rpartition(".")[2] for name in all_tensors(tmp_path / "awq")}
     assert leaves == {"weight", "qweight", "qzeros", "scales"}
+
+
+def test_a_token_beyond_the_embeddings_is_refused(source, tmp_path):
+    """A gap in the ids: there are fewer tokens than embeddings, and yet one is outside."""
+    start = quantized(source, tmp_path / "start")
+    content = json.loads((start / "tokenizer.json").read_text())
+    content["model"]["vocab"]["ab"] = 400
+    (start / "tokenizer.json").write_text(json.dumps(content))
+    assert "gives token 400, but config.json has 265" in refused(start, "gguf-q4_0", tmp_path / "out.gguf")
