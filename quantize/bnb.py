@@ -5,6 +5,7 @@ resumed. Nothing runs between loading and saving: on CPUs with bf16 instructions
 and what is saved then is wrong (bitsandbytes 0.50).
 """
 
+import hashlib
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -53,7 +54,9 @@ def quantize_with_bitsandbytes(
     tell("checking the source", 0, 3)
     source_digest = checkpoint.weights_digest(refuse_nonfinite(checkpoint))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    identity = fingerprint(checkpoint, recipe, None, device, source_digest)
+    own = fingerprint(checkpoint, recipe, None, device, source_digest)
+    used = versions("bitsandbytes")
+    identity = hashlib.sha256(f"{own}\0{used['bitsandbytes']}".encode()).hexdigest()
     finished = finished_before(out, identity)
     if finished is not None:
         return finished
@@ -70,7 +73,7 @@ def quantize_with_bitsandbytes(
             fingerprint=identity,
             recipe=recipe.to_mapping(),
             calibration=None,
-            versions=versions("bitsandbytes"),
+            versions=used,
             modules=records,
             bytes_before=checkpoint.bytes(),
             bytes_after=Checkpoint.open(folder).bytes(),

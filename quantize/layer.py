@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from quantize.formats.choose import FORMATS
+from quantize.formats.choose import FORMATS, Format
 from quantize.gram import relative_output_error, relative_weight_error
 from quantize.manifest import TOO_FEW, ModuleRecord
 from quantize.method import AWQ, CLIPPED, GPTQ, SMOOTHQUANT, Method
@@ -66,13 +66,13 @@ class QuantizedModule:
 
 
 def round_module(
-    weight: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype, fallback: str | None = None
+    weight: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype, form: Format, fallback: str | None = None
 ) -> QuantizedModule:
     """A linear rounded to nearest without any calibration, on the grid of least squared error."""
     begin = time.perf_counter()
     exact = weight.float()
     grid, clipped = search_grid(exact, torch.ones(exact.shape[1], device=exact.device), scheme, scale_dtype)
-    quantized = round_to_grid(exact, grid)
+    quantized = form.storable(round_to_grid(exact, grid))
     error = relative_weight_error(exact, dequantize(quantized, torch.float32))
     seconds = time.perf_counter() - begin
     return QuantizedModule(quantized, error, "weights", seconds, fallback, clipped_scales=int(clipped.sum()))
@@ -93,14 +93,16 @@ def quantize_layer(
     input share the very same tensor.
     """
     before = dict(layer.named_parameters())
+    form = FORMATS[recipe.format]
     fewest = FEWEST_TOKENS.get(recipe.plan.rounding, FEWEST_TOKENS_OTHERWISE)
     work = LayerWork(
         layer,
         schemes,
         {name: linear(layer, name).weight.float().clone() for name in schemes},
-        {name: FORMATS[recipe.format].scale_dtype(linear(layer, name).weight.dtype) for name in schemes},
+        {name: form.scale_dtype(linear(layer, name).weight.dtype) for name in schemes},
         {name: gram for name, gram in grams.items() if tokens[name] >= fewest * gram.shape[0]},
         dict(samples),
+        form,
     )
     for fusion in fusions:
         begin = time.perf_counter()
@@ -134,6 +136,7 @@ class LayerWork:
     dtypes: Mapping[str, torch.dtype]
     grams: dict[str, torch.Tensor]
     samples: dict[str, torch.Tensor]
+    form: Format
     seconds: dict[str, float] = field(default_factory=dict)
 
     def spend(self, name: str, seconds: float) -> None:
@@ -167,7 +170,8 @@ def scale_inputs(work: LayerWork, fusion: Fusion, plan: Method) -> None:
 
 def round_unseen(work: LayerWork, name: str, tokens: int) -> QuantizedModule:
     reason = f"{TOO_FEW}, {tokens}" if tokens else "no calibration input reached it"
-    return round_module(work.weights[name], work.schemes[name], work.dtypes[name], f"round to nearest: {reason}")
+    fallback = f"round to nearest: {reason}"
+    return round_module(work.weights[name], work.schemes[name], work.dtypes[name], work.form, fallback)
 
 
 def round_seen(work: LayerWork, name: str, clip: bool) -> QuantizedModule:
@@ -177,6 +181,7 @@ def round_seen(work: LayerWork, name: str, clip: bool) -> QuantizedModule:
     quantized, clipped = (
         clip_and_round(weight, gram, scheme, dtype) if clip else (quantize_rtn(weight, scheme, dtype), 0)
     )
+    quantized = work.form.storable(quantized)
     error = relative_output_error(weight, dequantize(quantized, torch.float32), gram)
     dead = int((gram.diagonal() == 0).sum())
     work.spend(name, time.perf_counter() - begin)
@@ -203,7 +208,7 @@ def gptq_linears(work: LayerWork, recipe: Recipe) -> dict[str, QuantizedModule]:
             weight = work.weights[name]
             rows = slice(start, start + weight.shape[0])
             start = rows.stop
-            quantized = take_rows(outcome.quantized, rows)
+            quantized = work.form.storable(take_rows(outcome.quantized, rows))
             work.spend(name, seconds)
             results[name] = QuantizedModule(
                 quantized,

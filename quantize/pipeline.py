@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from quantize.decoder import Decoder, load_module, open_decoder
 from quantize.errors import QuantizeError
 from quantize.experts import SplitExperts, for_every_expert, with_one_expert
 from quantize.formats.choose import FORMATS, Format
-from quantize.formats.half import raise_small_scales
 from quantize.gram import InputRecorder
 from quantize.heap import return_freed_memory
 from quantize.journal import Entry, Journal, file_digest
@@ -41,7 +40,7 @@ from quantize.scheme import QuantizedWeight, Scheme, dequantize
 from quantize.targets import Targets, choose_targets
 from quantize.walk import Walk, float32_copy
 
-REVISION = 4
+REVISION = 5
 """Raised whenever a change of the code gives other bytes for the same recipe, so that old work is not continued."""
 
 
@@ -218,13 +217,7 @@ def finish_layer(work: Work, index: int) -> tuple[dict[str, torch.Tensor], tuple
 
 
 def rounded(work: Work, weight: torch.Tensor, scheme: Scheme, fallback: str | None = None) -> QuantizedModule:
-    result = round_module(weight, scheme, work.format.scale_dtype(weight.dtype), fallback)
-    return storable(result, work.format)
-
-
-def storable(result: QuantizedModule, form: Format) -> QuantizedModule:
-    """A module's result with scales that the format can store."""
-    return replace(result, quantized=raise_small_scales(result.quantized)) if form.is_half else result
+    return round_module(weight, scheme, work.format.scale_dtype(weight.dtype), work.format, fallback)
 
 
 def calibrated_layer(
@@ -251,7 +244,6 @@ def calibrated_layer(
             results, changed = quantize_layer(
                 layer, schemes, recorder.grams(), recorder.samples(), recorder.tokens(), fusions, work.recipe
             )
-        results = {name: storable(result, work.format) for name, result in results.items()}
         if plan.is_sequential and index + 1 < len(work.decoder.layers):
             for name, result in results.items():
                 put_weight(layer, name, result.quantized)

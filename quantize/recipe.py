@@ -10,10 +10,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from quantize.errors import QuantizeError
+from quantize.formats.choose import FORMATS
 from quantize.method import AWQ, BITSANDBYTES_METHODS, EXTERNAL_METHODS, GPTQ, METHODS, Method, method_named
 from quantize.scheme import PER_CHANNEL, Scheme
 
-FORMATS = ("compressed-tensors", "gptq", "awq")
 RARITY = "rarity"
 AUTO_GROUP_SIZES = (128, 64, 32)
 
@@ -149,7 +149,7 @@ def check(recipe: Recipe, where: str) -> None:
         raise QuantizeError(f"{where}: activations: {recipe.activations!r} is neither null nor int8")
     if isinstance(recipe.damp, bool) or not isinstance(recipe.damp, int | float) or not 0 < recipe.damp <= 1:
         raise QuantizeError(f"{where}: damp: {recipe.damp!r} is not above 0 and at most 1")
-    if recipe.format not in FORMATS:
+    if not isinstance(recipe.format, str) or recipe.format not in FORMATS:
         raise QuantizeError(f"{where}: format: {recipe.format!r} cannot be written; one of {', '.join(FORMATS)}")
 
 

@@ -20,6 +20,8 @@ from torch import nn
 from quantize.checkpoint import Checkpoint, refuse_nonfinite
 from quantize.decoder import Decoder, load_module, load_own_tensors, open_decoder
 from quantize.errors import QuantizeError
+from quantize.formats.choose import FORMATS
+from quantize.formats.compressed_tensors import METHOD
 from quantize.gram import InputRecorder
 from quantize.layer import round_module
 from quantize.mixed_precision import BASE_BITS, ORIGINAL_BITS, Unit
@@ -122,13 +124,15 @@ def measure_sensitivity(
     tied = decoder.head_is_tied()
     plain = replace(recipe, bits=BASE_BITS, samples=samples, sequence_length=sequence_length)
     targets = choose_targets(decoder, plain, checkpoint)
+    group_sizes = {scheme.group_size for name, scheme in targets.schemes.items() if name.startswith(decoder.prefix)}
+    if not group_sizes:
+        raise QuantizeError(f"{checkpoint.path}: the recipe leaves no linear in the layers to measure")
     checkpoint.weights_digest(refuse_nonfinite(checkpoint))
     text = calibrate(checkpoint, plain, calibration)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     walk = Walk(decoder, checkpoint, text.token_ids, place)
     found = Losses(walk, decoder, checkpoint, targets, progress or silent)
     found.run(tied)
-    group_sizes = {scheme.group_size for name, scheme in targets.schemes.items() if name.startswith(decoder.prefix)}
     return Sensitivity(
         tuple(replace(module, kl=found.kl[module.layer, module.kind]) for module in found.modules),
         {index: found.kl[index, None] for index in range(len(decoder.layers)) if (index, None) in found.kl},
@@ -227,7 +231,8 @@ def round_kind(
             scheme = replace(
                 schemes[name], bits=width, group_size=PER_CHANNEL if width == 8 else schemes[name].group_size
             )
-            approximation = dequantize(round_module(weight.data, scheme, weight.dtype).quantized, torch.float32)
+            rounded = round_module(weight.data, scheme, weight.dtype, FORMATS[METHOD])
+            approximation = dequantize(rounded.quantized, torch.float32)
             squared_error[width] += (weight.data.float() - approximation).square().sum().item()
             bits[width] += stored_bits(weight, scheme)
             if width == BASE_BITS:

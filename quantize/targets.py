@@ -4,8 +4,9 @@ A group size that does not divide some target's inputs is an error here, seconds
 skipped module found out later.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -49,6 +50,7 @@ def choose_targets(decoder: Decoder, recipe: Recipe, checkpoint: Checkpoint) -> 
     linears.update(head)
     refuse_embedding_overrides(recipe, decoder)
     refuse_idle_overrides(recipe, linears)
+    refuse_idle_ignores(recipe, [*linears, *others])
     chosen = {name: module for name, module in linears.items() if not recipe.skips(name)}
     if not chosen:
         raise QuantizeError(f"{checkpoint.path}: the recipe's ignore and overrides leave nothing to quantize")
@@ -141,6 +143,13 @@ def refuse_idle_overrides(recipe: Recipe, linears: Mapping[str, nn.Linear]) -> N
             raise QuantizeError(
                 f"overrides: {override.pattern}: decides for no linear; linears are named as {next(iter(linears))}"
             )
+
+
+def refuse_idle_ignores(recipe: Recipe, names: Sequence[str]) -> None:
+    """The default may match nothing: not every head has its name."""
+    for pattern in recipe.ignore:
+        if pattern not in Recipe.ignore and not any(fnmatchcase(name, pattern) for name in names):
+            raise QuantizeError(f"ignore: {pattern}: matches no linear; linears are named as {names[0]}")
 
 
 def auto_group_size(inputs: Mapping[str, int], recipe: Recipe) -> tuple[int, str | None]:

@@ -21,12 +21,14 @@ import torch
 from quantize.atomic import atomic_directory, one_line_os_errors
 from quantize.calibration import Calibration
 from quantize.checkpoint import Checkpoint, refuse_nonfinite
+from quantize.companions import copy_companions
 from quantize.decoder import open_decoder
 from quantize.errors import QuantizeError
 from quantize.external.environments import Library, folder, is_installed, last_line, library_named
 from quantize.external.written import written_modules
+from quantize.formats.choose import quantization_of
 from quantize.manifest import MANIFEST, Manifest
-from quantize.pipeline import calibrate, copy_companions, fingerprint, finished_before, versions
+from quantize.pipeline import calibrate, fingerprint, finished_before, versions
 from quantize.progress import Progress, silent
 from quantize.recipe import Recipe
 from quantize.scheme import Scheme
@@ -178,7 +180,7 @@ def finish(
             f"{lost[0]} first; use a method of quantgate's own"
         )
     text = order.calibration
-    stored = result.config["quantization_config"].get("quant_method")
+    stored = quantization_of(result).get("quant_method")
     manifest = Manifest(
         source_digest=source_digest,
         fingerprint=identity,

@@ -15,6 +15,7 @@ import torch
 from quantize.checkpoint import Checkpoint
 from quantize.errors import QuantizeError
 from quantize.formats import awq_gemm, compressed_tensors, gptq
+from quantize.formats.half import raise_small_scales
 from quantize.scheme import QuantizedWeight, Scheme
 
 QUANTIZE_CONFIG = "quantize_config.json"
@@ -41,6 +42,10 @@ class Format:
         """The dtype in which scales are searched, for weights of that dtype: bf16 has fewer digits than fp16, and a
         scale that both hold serves a model in either."""
         return torch.float16 if self.is_half and weights == torch.float32 else weights
+
+    def storable(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """The weight with scales that the format can store."""
+        return raise_small_scales(weight) if self.is_half else weight
 
 
 FORMATS = {
@@ -89,7 +94,7 @@ def refuse_misfits(
             f"format: {head}: transformers looks for no quantized head in {name}; put it into ignore, "
             "or use compressed-tensors"
         )
-    form.config(schemes, [])
+    form.config(schemes, [])  # raises where there is room for one scheme only
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,11 @@ def half_scale(scale: torch.Tensor, module_name: str) -> torch.Tensor:
 
 def raise_small_scales(weight: QuantizedWeight) -> QuantizedWeight:
     """The weight with no scale below what bf16 and fp16 both hold. Groups with a smaller one (weights of 1e-4 and less)
-    are rounded again, on a grid of the smallest scale."""
+    are rounded again, on a grid of the smallest scale around their old zero point: coarser, and never narrower."""
     small = weight.scale.float() < SMALLEST_SHARED
     if not bool(small.any()):
         return weight
     scale = torch.where(small, SMALLEST_SHARED, weight.scale.float()).to(weight.scale.dtype)
-    zero_point = None if weight.zero_point is None else torch.where(small, 0, weight.zero_point).to(torch.int8)
-    rounded = round_to_grid(dequantize(weight, torch.float32), Grid(scale, zero_point, weight.scheme))
+    rounded = round_to_grid(dequantize(weight, torch.float32), Grid(scale, weight.zero_point, weight.scheme))
     moved = small.repeat_interleave(weight.codes.shape[1] // small.shape[1], dim=1)
     return replace(rounded, codes=torch.where(moved, rounded.codes, weight.codes))

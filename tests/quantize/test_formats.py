@@ -13,8 +13,10 @@ import quantize.pipeline as pipeline
 from quantize import Manifest, Recipe, load_model, quantize_checkpoint
 from quantize.convert import convert_checkpoint
 from quantize.errors import QuantizeError
+from quantize.formats.half import raise_small_scales
+from quantize.gram import relative_weight_error
 from quantize.linear import QuantizedLinear
-from quantize.scheme import Scheme, quantize_rtn
+from quantize.scheme import Scheme, dequantize, quantize_rtn
 
 IDS = torch.randint(1, 90, (2, 24), generator=torch.Generator().manual_seed(0))
 
@@ -103,6 +105,29 @@ def test_bf16_weights_too_small_for_fp16_scales_do_not_stop_the_work(spelling_ll
     scales = load_file(tmp_path / "out" / "model-00003-of-00004.safetensors")["model.layers.2.mlp.up_proj.scales"]
     assert (scales[:, :3] == 2.0**-17).all()
     assert (scales[:, 3:] > 2.0**-17).all()
+
+
+def test_the_recorded_error_counts_what_small_scales_cost(spelling_llama, tmp_path):
+    source = shutil.copytree(spelling_llama, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"] *= 5e-5
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    manifest = quantize_checkpoint(source, recipe_of("int4", format="gptq"), tmp_path / "out")
+    recorded = next(module for module in manifest.modules if module.name == "model.layers.2.mlp.up_proj")
+    exact = tensors[f"{recorded.name}.weight"].float()
+    with torch.inference_mode():
+        stored = load_model(tmp_path / "out", dtype=torch.float32).get_submodule(recorded.name)(torch.eye(64)).T
+    assert recorded.relative_error == pytest.approx(relative_weight_error(exact, stored), rel=1e-3)
+    assert recorded.relative_error > 0.04
+
+
+def test_raised_scales_keep_the_range_of_groups_with_zero_points():
+    """Weights of one sign use all codes on one side of zero; half of them would be cut off around a zero point of 0."""
+    weight = torch.rand(8, 64, generator=torch.Generator().manual_seed(0)) * 1e-4
+    small = quantize_rtn(weight, Scheme(4, 32, symmetric=False), torch.bfloat16)
+    raised = raise_small_scales(small)
+    assert (raised.scale == 2.0**-17).all()
+    assert (dequantize(raised, torch.float32) - weight).abs().max() <= 2.0**-17
 
 
 @pytest.mark.parametrize(

@@ -390,6 +390,11 @@ def test_an_override_that_decides_nothing_is_an_error(spelling_llama, tmp_path):
     assert "*.w1" in refused(spelling_llama, recipe, tmp_path)
 
 
+def test_an_ignore_pattern_that_matches_nothing_is_an_error(spelling_llama, tmp_path):
+    recipe = recipe_of("int8", ignore=("lm_head", "*.w2"))
+    assert "ignore: *.w2: matches no linear" in refused(spelling_llama, recipe, tmp_path)
+
+
 def test_a_model_that_transformers_does_not_know(copied, tmp_path):
     config = json.loads((copied / "config.json").read_text()) | {"model_type": "unheard_of"}
     (copied / "config.json").write_text(json.dumps(config))

@@ -91,6 +91,7 @@ def test_the_first_matching_override_wins_and_leaves_the_rest_alone():
         ({"method": "gptq", "damp": float("nan")}, "damp:"),
         ({"method": "gptq", "damp": "much"}, "damp:"),
         ({"method": "gptq", "format": "gguf"}, "format:"),
+        ({"method": "gptq", "format": ["gptq"]}, "format:"),
         ({"method": "gptq", "ignore": "lm_head"}, "ignore:"),
         ({"method": "gptq", "overrides": ["a"]}, "overrides:"),
         ({"method": "gptq", "overrides": {"a": {"bit": 4}}}, "overrides: a: bit:"),

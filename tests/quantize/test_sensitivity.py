@@ -156,3 +156,8 @@ def test_a_quantized_checkpoint_is_refused(fragile, tmp_path):
     quantize_checkpoint(fragile, Recipe("int4", group_size=32), tmp_path / "q")
     with pytest.raises(QuantizeError, match="is quantized already"):
         measure_sensitivity(tmp_path / "q", Recipe("int4"), **TOKENS)
+
+
+def test_a_recipe_that_leaves_all_layers_alone_is_refused(fragile):
+    with pytest.raises(QuantizeError, match="leaves no linear in the layers"):
+        measure_sensitivity(fragile, Recipe("int4", ignore=("model.layers.*",)), **TOKENS)
