@@ -28,10 +28,11 @@ from wikitext2_perplexity import RESULTS, SAMPLES, SEQUENCE_LENGTH, calibration_
 from eval.speed.machine import QUIET_CORES, CpuMeter, usable_cores
 from quantgate.source import resolve_checkpoint
 from quantize import Checkpoint, QuantizeError, Recipe
+from quantize.calibration import calibrate
+from quantize.companions import copy_companions
 from quantize.decoder import open_decoder
 from quantize.external.environments import LIBRARIES, is_installed
 from quantize.external.run import Order, run_driver
-from quantize.pipeline import calibrate, copy_companions
 from quantize.progress import silent
 from quantize.targets import choose_targets
 

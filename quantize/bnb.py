@@ -5,7 +5,6 @@ resumed. Nothing runs between loading and saving: on CPUs with bf16 instructions
 and what is saved then is wrong (bitsandbytes 0.50).
 """
 
-import hashlib
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,10 +20,10 @@ from quantize.checkpoint import Checkpoint, one_line, refuse_nonfinite
 from quantize.companions import copy_companions
 from quantize.decoder import open_decoder, weights_dtype
 from quantize.errors import QuantizeError
+from quantize.fingerprint import fingerprint, finished_before, versions
 from quantize.gram import relative_weight_error
 from quantize.load import silent_transformers
 from quantize.manifest import MANIFEST, Manifest, ModuleRecord
-from quantize.pipeline import fingerprint, finished_before, versions
 from quantize.progress import Progress
 from quantize.recipe import Recipe
 from quantize.scheme import PER_CHANNEL
@@ -54,9 +53,8 @@ def quantize_with_bitsandbytes(
     tell("checking the source", 0, 3)
     source_digest = checkpoint.weights_digest(refuse_nonfinite(checkpoint))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    own = fingerprint(checkpoint, recipe, None, device, source_digest)
     used = versions("bitsandbytes")
-    identity = hashlib.sha256(f"{own}\0{used['bitsandbytes']}".encode()).hexdigest()
+    identity = fingerprint(checkpoint, recipe, None, device, source_digest, [used["bitsandbytes"]])
     finished = finished_before(out, identity)
     if finished is not None:
         return finished

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
+from quantize.checkpoint import Checkpoint, one_line
 from quantize.errors import QuantizeError
+from quantize.recipe import Recipe
 
 LEAST = 0.1
 """What the most frequent token counts, when the rarest counts 1."""
@@ -41,6 +44,20 @@ class Calibration:
             "sequence_length": sequence_length,
             "chat_template_digest": chat_template_digest,
         }
+
+
+def calibrate(checkpoint: Checkpoint, recipe: Recipe, file: Path | None) -> Calibration:
+    """The text as the checkpoint's own tokenizer reads it. Raises QuantizeError for a tokenizer that does not load or
+    does not fit the model."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
+    except Exception as failure:
+        raise QuantizeError(f"{checkpoint.path}: its tokenizer does not load ({one_line(failure)[:200]})") from None
+    text = load_calibration(file, tokenizer, recipe.samples, recipe.sequence_length)
+    highest, vocabulary = int(text.token_ids.max()), int(checkpoint.config.get("vocab_size", 1 << 62))
+    if highest >= vocabulary:
+        raise QuantizeError(f"{checkpoint.path}: its tokenizer gives token {highest}, but config.json has {vocabulary}")
+    return text
 
 
 def load_calibration(path: Path | None, tokenizer: Any, samples: int, sequence_length: int) -> Calibration:

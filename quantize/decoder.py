@@ -67,6 +67,11 @@ class Decoder:
         return head is not None and getattr(head, "weight", None) is embedding.weight
 
 
+def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
+    """By their names in the layer, its gates among them."""
+    return {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+
+
 def open_decoder(checkpoint: Checkpoint) -> Decoder:
     """The model of a checkpoint, on the meta device. Raises QuantizeError for one whose code, structure or tensors do
     not fit."""

@@ -5,27 +5,27 @@ anywhere goes on at the next layer and ends with the same bytes. What is in memo
 calibration states.
 """
 
-import hashlib
 import json
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoTokenizer
 
 from quantize.atomic import atomic_directory, one_line_os_errors, write_atomically
-from quantize.calibration import Calibration, load_calibration, rarity
-from quantize.checkpoint import CONFIG, INDEX, Checkpoint, one_line, refuse_nonfinite
+from quantize.bnb import quantize_with_bitsandbytes
+from quantize.calibration import Calibration, calibrate, rarity
+from quantize.checkpoint import CONFIG, INDEX, Checkpoint, refuse_nonfinite
 from quantize.companions import copy_companions
-from quantize.decoder import Decoder, load_module, open_decoder
+from quantize.decoder import Decoder, linears_of, load_module, open_decoder
 from quantize.errors import QuantizeError
 from quantize.experts import SplitExperts, for_every_expert, with_one_expert
+from quantize.external.run import quantize_externally
+from quantize.fingerprint import fingerprint, finished_before, versions
 from quantize.formats.choose import FORMATS, Format
 from quantize.gram import InputRecorder
 from quantize.heap import return_freed_memory
@@ -39,9 +39,6 @@ from quantize.recipe import RARITY, Recipe
 from quantize.scheme import QuantizedWeight, Scheme, dequantize
 from quantize.targets import Targets, choose_targets
 from quantize.walk import Walk, float32_copy
-
-REVISION = 5
-"""Raised whenever a change of the code gives other bytes for the same recipe, so that old work is not continued."""
 
 
 @dataclass
@@ -91,13 +88,8 @@ def quantize_checkpoint(
     tell = progress or silent
     checkpoint = Checkpoint.open(source, quantized_ok=False)
     if recipe.plan.external is not None:
-        # It stands on this file's steps, so it cannot be imported above.
-        from quantize.external.run import quantize_externally
-
         return quantize_externally(checkpoint, recipe, Path(out), calibration, replace, tell)
     if recipe.plan.is_bitsandbytes:
-        from quantize.bnb import quantize_with_bitsandbytes
-
         return quantize_with_bitsandbytes(checkpoint, recipe, Path(out), replace, tell)
     decoder = open_decoder(checkpoint)
     targets = choose_targets(decoder, recipe, checkpoint)
@@ -130,59 +122,6 @@ def quantize_checkpoint(
         journal.close()
     tell("done", steps, steps)
     return manifest
-
-
-def calibrate(checkpoint: Checkpoint, recipe: Recipe, file: Path | None) -> Calibration:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
-    except Exception as failure:
-        raise QuantizeError(f"{checkpoint.path}: its tokenizer does not load ({one_line(failure)[:200]})") from None
-    text = load_calibration(file, tokenizer, recipe.samples, recipe.sequence_length)
-    highest, vocabulary = int(text.token_ids.max()), int(checkpoint.config.get("vocab_size", 1 << 62))
-    if highest >= vocabulary:
-        raise QuantizeError(f"{checkpoint.path}: its tokenizer gives token {highest}, but config.json has {vocabulary}")
-    return text
-
-
-def finished_before(out: Path, identity: str) -> Manifest | None:
-    """The manifest in OUT, if OUT is the whole result of the same work."""
-    if not (out / MANIFEST).is_file():
-        return None
-    try:
-        manifest = Manifest.read(out)
-        Checkpoint.open(out)
-    except QuantizeError:
-        return None
-    return manifest if manifest.fingerprint == identity else None
-
-
-def fingerprint(
-    checkpoint: Checkpoint, recipe: Recipe, calibration: Calibration | None, device: torch.device, source_digest: str
-) -> str:
-    """A digest of all that decides the bytes of the result."""
-    decisive = {
-        "revision": REVISION,
-        "source": source_digest,
-        "tokenizer": (checkpoint.tokenizer_digest(), checkpoint.chat_template_digest()),
-        "generation": checkpoint.generation_settings(),
-        "config": checkpoint.config,
-        "recipe": recipe.to_mapping(),
-        "calibration": calibration.digest if calibration else None,
-        "versions": versions(),
-        "device": device.type,
-    }
-    return hashlib.sha256(json.dumps(decisive, sort_keys=False).encode()).hexdigest()
-
-
-def versions(*more: str) -> dict[str, str]:
-    try:
-        own = metadata.version("quantgate")
-    except metadata.PackageNotFoundError:
-        own = "not installed"
-    return {
-        "quantgate": own,
-        **{name: metadata.version(name) for name in ("torch", "transformers", "safetensors", *more)},
-    }
 
 
 def started_walk(work: Work) -> Walk:
@@ -270,10 +209,6 @@ def proved_fusions(work: Work, walk: Walk, index: int, layer: nn.Module) -> tupl
         proved = find_fusions(exact, run, with_one_expert(recorder.leader, mixtures), work.recipe.seed)
         work.fusions[structure] = for_every_expert(proved, mixtures)
     return work.fusions[structure]
-
-
-def linears_of(layer: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
 
 
 def put_weight(layer: nn.Module, name: str, quantized: QuantizedWeight) -> None:

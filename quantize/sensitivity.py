@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantize.calibration import calibrate
 from quantize.checkpoint import Checkpoint, refuse_nonfinite
-from quantize.decoder import Decoder, load_module, load_own_tensors, open_decoder
+from quantize.decoder import Decoder, linears_of, load_module, load_own_tensors, open_decoder
 from quantize.errors import QuantizeError
 from quantize.formats.choose import FORMATS
 from quantize.formats.compressed_tensors import METHOD
@@ -26,7 +27,6 @@ from quantize.gram import InputRecorder
 from quantize.layer import round_module
 from quantize.mixed_precision import BASE_BITS, ORIGINAL_BITS, Unit
 from quantize.module_names import kind_of
-from quantize.pipeline import calibrate, linears_of
 from quantize.progress import Progress, silent
 from quantize.recipe import Recipe
 from quantize.scheme import PER_CHANNEL, Scheme, dequantize

@@ -19,16 +19,16 @@ from typing import IO, Any
 import torch
 
 from quantize.atomic import atomic_directory, one_line_os_errors
-from quantize.calibration import Calibration
+from quantize.calibration import Calibration, calibrate
 from quantize.checkpoint import Checkpoint, refuse_nonfinite
 from quantize.companions import copy_companions
 from quantize.decoder import open_decoder
 from quantize.errors import QuantizeError
 from quantize.external.environments import Library, folder, is_installed, last_line, library_named
 from quantize.external.written import written_modules
+from quantize.fingerprint import fingerprint, finished_before, versions
 from quantize.formats.choose import quantization_of
 from quantize.manifest import MANIFEST, Manifest
-from quantize.pipeline import calibrate, fingerprint, finished_before, versions
 from quantize.progress import Progress, silent
 from quantize.recipe import Recipe
 from quantize.scheme import Scheme
@@ -96,9 +96,8 @@ def quantize_externally(
     text = calibrate(checkpoint, recipe, calibration) if recipe.plan.is_calibrated else None
     order = Order(recipe, library, targets, scheme, text)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    own = fingerprint(checkpoint, recipe, text, device, source_digest)
     driver = hashlib.sha256(DRIVER.read_bytes()).hexdigest()
-    identity = hashlib.sha256("\0".join([own, driver, *library.pins]).encode()).hexdigest()
+    identity = fingerprint(checkpoint, recipe, text, device, source_digest, [driver, *library.pins])
     finished = finished_before(out, identity)
     if finished is not None:
         return finished
