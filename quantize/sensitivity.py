@@ -199,7 +199,7 @@ class Losses:
         layer.to("meta")
 
     def advance(self, index: int, layer: nn.Module, states: States) -> States:
-        return [self.walk.run_layer(index, layer, state) for state in states]
+        return [self.walk.run_layer(index, layer, state, batch) for batch, state in enumerate(states)]
 
     def shared_inputs(self, index: int, layer: nn.Module, schemes: Mapping[str, Scheme]) -> dict[str, str]:
         """For each kind, the first one that reads the same input."""

@@ -1,8 +1,8 @@
 """Calibration states on their way through the decoder, one layer in memory at a time.
 
 The real model's own forward runs once up to its first layer, and once with every layer replaced by a stub, so that each
-layer is later called with exactly the masks and position embeddings that the model would give it, whatever its
-architecture.
+layer is later called with exactly the masks and position embeddings that the model would give it for that text,
+whatever its architecture.
 """
 
 import copy
@@ -21,9 +21,15 @@ from quantize.gram import InputRecorder, InputsKnown
 
 BATCH_TOKENS = 4096
 PROBE_TOKENS = 32
+PROBE = -1
+"""The place of the probe among the batches: the last one."""
 SAMPLED_TOKENS = 512
 """How many tokens are kept, evenly spread over the calibration text, where a method needs tokens and not only their
 second moments."""
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a layer is called with beside the hidden states, by place and by name."""
 
 
 class WrongReturnType(Exception):
@@ -50,7 +56,7 @@ class Walk:
         self.decoder = decoder
         self.device = device
         self.returns_tuple = False
-        self._arguments: dict[torch.Size, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+        self._arguments: list[list[Arguments]] = []
         self.sampled_every = max(1, token_ids.numel() // SAMPLED_TOKENS)
         batch = max(1, BATCH_TOKENS // token_ids.shape[1])
         batches = [ids.to(device) for ids in token_ids.split(batch)]
@@ -59,13 +65,14 @@ class Walk:
         with outside_of_layers(decoder, checkpoint, device), torch.inference_mode():
             self.states = [self._first_layer_inputs(ids) for ids in batches]
             self.probe = self._first_layer_inputs(probe_ids)
+            first: dict[torch.Size, list[Arguments]] = {}
             for ids, state in [*zip(batches, self.states, strict=True), (probe_ids, self.probe)]:
-                if state.shape not in self._arguments:
-                    self._arguments[state.shape] = self._layer_arguments(ids, state)
+                arguments = self._layer_arguments(ids, state)
+                self._arguments.append(shared(arguments, first.setdefault(state.shape, arguments)))
 
-    def run_layer(self, index: int, layer: nn.Module, state: torch.Tensor) -> torch.Tensor:
-        """The layer's output [batch, tokens, hidden] for one batch of states."""
-        args, kwargs = self._arguments[state.shape][index]
+    def run_layer(self, index: int, layer: nn.Module, state: torch.Tensor, batch: int = PROBE) -> torch.Tensor:
+        """The layer's output [windows, tokens, hidden] for the states of one batch."""
+        args, kwargs = self._arguments[batch][index]
         if state.dtype != self.probe.dtype:
             args, kwargs = cast_floats((args, kwargs), state.dtype)
         with torch.inference_mode(), FasterCausalAttention():
@@ -85,14 +92,14 @@ class Walk:
                 if self._importance is not None:
                     recorder.importance = self._importance[position].reshape(-1)
                 with suppress(InputsKnown):
-                    self.run_layer(index, layer, state)
+                    self.run_layer(index, layer, state, position)
                 recorder.next_batch()
 
     def advance(self, index: int, layer: nn.Module, recorder: InputRecorder | None = None) -> None:
         """Replaces the states by the layer's outputs, batch by batch; a recorder sees the inputs on the way."""
         with recorder.watching() if recorder else nullcontext():
             for position, state in enumerate(self.states):
-                self.states[position] = self.run_layer(index, layer, state)
+                self.states[position] = self.run_layer(index, layer, state, position)
                 if recorder:
                     recorder.next_batch()
                 if not torch.isfinite(self.states[position]).all():
@@ -118,8 +125,9 @@ class Walk:
             handle.remove()
         raise QuantizeError(f"{type(self.decoder.model).__name__}: its forward never reaches its layers")
 
-    def _layer_arguments(self, ids: torch.Tensor, state: torch.Tensor) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """What each layer is called with beside the hidden states, for batches of this shape."""
+    def _layer_arguments(self, ids: torch.Tensor, state: torch.Tensor) -> list[Arguments]:
+        """What each layer is called with beside the hidden states, for this batch: masks and positions, and in some
+        models what depends on the very tokens (Gemma 4's per-layer inputs)."""
         for returns_tuple in (self.returns_tuple, not self.returns_tuple):
             try:
                 arguments = self._stubbed_pass(ids, state, returns_tuple)
@@ -129,10 +137,8 @@ class Walk:
             return arguments
         raise QuantizeError(f"{type(self.decoder.model).__name__}: does not hand hidden states from layer to layer")
 
-    def _stubbed_pass(
-        self, ids: torch.Tensor, state: torch.Tensor, returns_tuple: bool
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    def _stubbed_pass(self, ids: torch.Tensor, state: torch.Tensor, returns_tuple: bool) -> list[Arguments]:
+        arguments: list[Arguments] = []
 
         def stub(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs.pop("hidden_states")
@@ -172,6 +178,19 @@ def outside_of_layers(decoder: Decoder, checkpoint: Checkpoint, device: torch.de
     finally:
         whole: nn.Module = decoder.model
         whole.to("meta")
+
+
+def shared(value: Any, known: Any) -> Any:
+    """The same nest of tuples, lists and dicts, with the tensors of `known` where they are equal: most of what layers
+    are called with is the same for every batch, and would be held once for each."""
+    if isinstance(value, torch.Tensor):
+        alike = isinstance(known, torch.Tensor) and value.dtype == known.dtype and torch.equal(value, known)
+        return known if alike else value
+    if isinstance(value, tuple | list) and isinstance(known, tuple | list) and len(value) == len(known):
+        return type(value)(shared(one, other) for one, other in zip(value, known, strict=True))
+    if isinstance(value, dict) and isinstance(known, dict):
+        return {key: shared(item, known.get(key)) for key, item in value.items()}
+    return value
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

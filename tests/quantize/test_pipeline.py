@@ -239,13 +239,18 @@ def test_the_walk_gives_each_layer_what_the_model_gives_it(spelling_llama, spell
         assert torch.equal(model.model.norm(torch.cat(walk.states)), model.model(ids).last_hidden_state)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3", "gpt_neox", "opt", "phi3"])
-def test_other_decoders_walk_too(tmp_path, family):
-    """Sliding windows with masks of their own per layer, learned positions, layers that return tuples."""
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "qwen3", "gpt_neox", "opt", "phi3"])
+def test_other_decoders_walk_too(tmp_path, family, monkeypatch):
+    """Sliding windows with masks of their own per layer, inputs of each layer that depend on the tokens, learned
+    positions, layers that return tuples; in more than one batch."""
+    monkeypatch.setattr("quantize.walk.BATCH_TOKENS", 24)
     small = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96, "pad_token_id": 0}
     more = {
         "gemma3_text": {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8,
                         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "gemma4_text": {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16,
+                        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 96, "sliding_window": 8,
+                        "num_kv_shared_layers": 0, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
         "qwen3": {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16},
         "gpt_neox": {"intermediate_size": 128},
         "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
