@@ -170,6 +170,16 @@ def refuse_unquantizable(decoder: Decoder, checkpoint: Checkpoint) -> None:
                 )
 
 
+def refuse_shared_keys(decoder: Decoder, what: str) -> None:
+    """Raises QuantizeError where layers read keys and values of earlier ones (`num_kv_shared_layers`, Gemma 3n and 4):
+    what is moved or tried in one layer then changes others, which a look at that layer does not show."""
+    if getattr(decoder.model.config.get_text_config(), "num_kv_shared_layers", None):
+        raise QuantizeError(
+            f"{type(decoder.model).__name__}: its layers share keys and values, so {what} cannot judge a layer "
+            "by itself; use gptq, int4 or int8"
+        )
+
+
 def refuse_missing_tensors(decoder: Decoder, checkpoint: Checkpoint) -> None:
     """The head may be missing: it is tied, or stored under an older name (GPT-NeoX's embed_out) and copied as it is."""
     head = {f"{name}.weight" for name in decoder.outer_linears()}

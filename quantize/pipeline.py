@@ -21,7 +21,7 @@ from quantize.bnb import quantize_with_bitsandbytes
 from quantize.calibration import Calibration, calibrate, rarity
 from quantize.checkpoint import CONFIG, INDEX, Checkpoint, refuse_nonfinite
 from quantize.companions import copy_companions
-from quantize.decoder import Decoder, linears_of, load_module, open_decoder
+from quantize.decoder import Decoder, linears_of, load_module, open_decoder, refuse_shared_keys
 from quantize.errors import QuantizeError
 from quantize.experts import SplitExperts, for_every_expert, with_one_expert
 from quantize.external.run import quantize_externally
@@ -92,6 +92,8 @@ def quantize_checkpoint(
     if recipe.plan.is_bitsandbytes:
         return quantize_with_bitsandbytes(checkpoint, recipe, Path(out), replace, tell)
     decoder = open_decoder(checkpoint)
+    if recipe.plan.scaling:
+        refuse_shared_keys(decoder, recipe.method)
     targets = choose_targets(decoder, recipe, checkpoint)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     steps = len(decoder.layers) + 1

@@ -19,7 +19,7 @@ from torch import nn
 
 from quantize.calibration import calibrate
 from quantize.checkpoint import Checkpoint, refuse_nonfinite
-from quantize.decoder import Decoder, linears_of, load_module, load_own_tensors, open_decoder
+from quantize.decoder import Decoder, linears_of, load_module, load_own_tensors, open_decoder, refuse_shared_keys
 from quantize.errors import QuantizeError
 from quantize.formats.choose import FORMATS
 from quantize.formats.compressed_tensors import METHOD
@@ -120,6 +120,7 @@ def measure_sensitivity(
     begin = time.perf_counter()
     checkpoint = Checkpoint.open(source, quantized_ok=False)
     decoder = open_decoder(checkpoint)
+    refuse_shared_keys(decoder, "sensitivity")
     # Asked now: what a walk puts back on the meta device is tied no more.
     tied = decoder.head_is_tied()
     plain = replace(recipe, bits=BASE_BITS, samples=samples, sequence_length=sequence_length)

@@ -10,6 +10,7 @@ from quantize import Manifest, Recipe, load_model, quantize_checkpoint
 from quantize.checkpoint import Checkpoint
 from quantize.errors import QuantizeError
 from quantize.method import METHODS
+from quantize.sensitivity import measure_sensitivity
 
 SIZES = {
     "vocab_size": 96,
@@ -114,3 +115,15 @@ def test_what_is_no_such_decoder_is_refused_with_the_reason(tmp_path, family, si
         quantize_checkpoint(tmp_path / family, Recipe("int8"), tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_scales_are_not_moved_where_layers_share_keys_and_values(tmp_path):
+    """A scale taken out of one layer's values would reach every layer that reads them."""
+    layers = {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "global_head_dim": 16}
+    inputs = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 96}
+    config = AutoConfig.for_model("gemma4_text", **(SIZES | layers | inputs))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(QuantizeError, match="its layers share keys and values, so awq cannot judge a layer"):
+        quantize_checkpoint(tmp_path / "model", Recipe("awq"), tmp_path / "out")
+    with pytest.raises(QuantizeError, match="so sensitivity cannot judge a layer"):
+        measure_sensitivity(tmp_path / "model", Recipe("int4"))
