@@ -19,7 +19,7 @@ from quantize.methods.awq import clip_and_round, search_scale
 from quantize.methods.consumer import Consumer
 from quantize.methods.fusion import ROWS, Fusion
 from quantize.methods.gptq import gptq
-from quantize.methods.search import search_grid
+from quantize.methods.search import UNCALIBRATED_POWER, UNCALIBRATED_SHARES, search_grid
 from quantize.methods.smoothquant import search_strength
 from quantize.recipe import Recipe
 from quantize.scheme import QuantizedWeight, Scheme, dequantize, quantize_rtn, round_to_grid
@@ -68,10 +68,11 @@ class QuantizedModule:
 def round_module(
     weight: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype, form: Format, fallback: str | None = None
 ) -> QuantizedModule:
-    """A linear rounded to nearest without any calibration, on the grid of least squared error."""
+    """A linear rounded to nearest without any calibration, on the grid of least error (see `methods/search.py`)."""
     begin = time.perf_counter()
     exact = weight.float()
-    grid, clipped = search_grid(exact, torch.ones(exact.shape[1], device=exact.device), scheme, scale_dtype)
+    alike = torch.ones(exact.shape[1], device=exact.device)
+    grid, clipped = search_grid(exact, alike, scheme, scale_dtype, UNCALIBRATED_POWER, UNCALIBRATED_SHARES)
     quantized = form.storable(round_to_grid(exact, grid))
     error = relative_weight_error(exact, dequantize(quantized, torch.float32))
     seconds = time.perf_counter() - begin

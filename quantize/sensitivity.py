@@ -25,10 +25,10 @@ from quantize.formats.choose import FORMATS
 from quantize.formats.compressed_tensors import METHOD
 from quantize.gram import InputRecorder
 from quantize.layer import round_module
-from quantize.mixed_precision import BASE_BITS, ORIGINAL_BITS, Unit
+from quantize.mixed_precision import BASE_BITS, ORIGINAL_BITS, Choice, Unit
 from quantize.module_names import kind_of
 from quantize.progress import Progress, silent
-from quantize.recipe import Recipe
+from quantize.recipe import AUTO_GROUP_SIZES, Recipe
 from quantize.scheme import PER_CHANNEL, Scheme, dequantize
 from quantize.targets import Targets, choose_targets
 from quantize.walk import Walk, float32_copy
@@ -36,7 +36,9 @@ from quantize.walk import Walk, float32_copy
 SAMPLES, SEQUENCE_LENGTH = 4, 128
 """Enough to rank linears: all of them are judged on the same tokens, so that what the text adds cancels out."""
 
-WIDTHS = (3, BASE_BITS, 8)
+SMALL_GROUP = 32
+"""Smaller groups at 4 bits lie between the recipe's own groups and 8 bits, in loss and in bytes."""
+
 HEAD_TOKENS = 256
 """Tokens whose full distributions are in memory at a time."""
 
@@ -52,18 +54,32 @@ Key = tuple[int | None, str | None]
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """One way to round a linear: `squared_error` ‖W−Ŵ‖², `stored_bits` in all, scales included."""
+
+    bits: int
+    group_size: int
+    squared_error: float
+    stored_bits: float
+
+
+@dataclass(frozen=True)
 class ModuleLoss:
-    """A linear (or one of every expert of a layer, which are one kind). kl in nats per token at 4 bits; `squared_error`
-    ‖W−Ŵ‖² and `bits` with scales, by width. reads: the kind whose input it shares, its own name when none."""
+    """A linear (or one of every expert of a layer, which are one kind). kl in nats per token at 4 bits in the recipe's
+    groups. reads: the kind whose input it shares, its own name when none."""
 
     layer: int
     kind: str
     pattern: str
     kl: float
     parameters: int
-    squared_error: Mapping[int, float]
-    bits: Mapping[int, float]
+    roundings: tuple[Rounding, ...]
     reads: str
+
+    def loss(self, number: int) -> float:
+        """What rounding `number` loses in nats per token: the measured loss, by the squared errors."""
+        base = next(rounding for rounding in self.roundings if rounding.bits == BASE_BITS).squared_error
+        return self.kl * self.roundings[number].squared_error / base if base > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -88,21 +104,18 @@ class Sensitivity:
 
 
 def unit_of(members: list[ModuleLoss]) -> Unit:
-    loss = {width: sum(module.kl * share_of_error(module, width) for module in members) for width in WIDTHS}
-    bits = {width: sum(module.bits[width] for module in members) for width in WIDTHS}
     parameters = sum(module.parameters for module in members)
-    return Unit(
-        tuple(module.pattern for module in members),
-        parameters,
-        loss | {ORIGINAL_BITS: 0.0},
-        bits | {ORIGINAL_BITS: float(ORIGINAL_BITS * parameters)},
-    )
-
-
-def share_of_error(module: ModuleLoss, width: int) -> float:
-    """The squared rounding error at `width` over that at 4 bits."""
-    base = module.squared_error[BASE_BITS]
-    return module.squared_error[width] / base if base > 0 else 0.0
+    choices = [
+        Choice(
+            rounding.bits,
+            rounding.group_size,
+            sum(module.loss(number) for module in members),
+            sum(module.roundings[number].stored_bits for module in members),
+        )
+        for number, rounding in enumerate(members[0].roundings)
+    ]
+    original = Choice(ORIGINAL_BITS, PER_CHANNEL, 0.0, float(ORIGINAL_BITS * parameters))
+    return Unit(tuple(module.pattern for module in members), parameters, (*choices, original))
 
 
 def measure_sensitivity(
@@ -221,24 +234,38 @@ def round_kind(
     index: int, kind: str, prefix: str, names: list[str], schemes: Mapping[str, Scheme], layer: nn.Module
 ) -> tuple[ModuleLoss, dict[str, torch.Tensor]]:
     """The record of one kind, its loss still open, and its weights rounded to 4 bits, float32."""
-    squared_error = dict.fromkeys(WIDTHS, 0.0)
-    bits = dict.fromkeys(WIDTHS, 0.0)
     parameters, weights = 0, {}
+    roundings: list[list[Rounding]] = []
     for name in names:
         weight = layer.get_submodule(name).weight
         assert isinstance(weight, torch.Tensor)
         parameters += weight.numel()
-        for width in WIDTHS:
-            scheme = replace(
-                schemes[name], bits=width, group_size=PER_CHANNEL if width == 8 else schemes[name].group_size
-            )
+        roundings.append([])
+        for scheme in schemes_to_try(schemes[name]):
             rounded = round_module(weight.data, scheme, weight.dtype, FORMATS[METHOD])
             approximation = dequantize(rounded.quantized, torch.float32)
-            squared_error[width] += (weight.data.float() - approximation).square().sum().item()
-            bits[width] += stored_bits(weight, scheme)
-            if width == BASE_BITS:
+            error = (weight.data.float() - approximation).square().sum().item()
+            roundings[-1].append(Rounding(scheme.bits, scheme.group_size, error, stored_bits(weight, scheme)))
+            if name not in weights and scheme.bits == BASE_BITS:
                 weights[name] = approximation
-    return ModuleLoss(index, kind, prefix + kind, 0.0, parameters, squared_error, bits, kind), weights
+    together = tuple(
+        replace(
+            same[0],
+            squared_error=sum(rounding.squared_error for rounding in same),
+            stored_bits=sum(rounding.stored_bits for rounding in same),
+        )
+        for same in zip(*roundings, strict=True)
+    )
+    return ModuleLoss(index, kind, prefix + kind, 0.0, parameters, together, kind), weights
+
+
+def schemes_to_try(scheme: Scheme) -> list[Scheme]:
+    """From the fewest bits to the most: 3 and 4 in the scheme's own groups, 4 in small ones, 8 per channel."""
+    own = [replace(scheme, bits=bits) for bits in (3, BASE_BITS)]
+    small = (
+        [replace(scheme, bits=BASE_BITS, group_size=SMALL_GROUP)] if scheme.group_size in AUTO_GROUP_SIZES[:2] else []
+    )
+    return [*own, *small, replace(scheme, bits=8, group_size=PER_CHANNEL)]
 
 
 def stored_bits(weight: torch.Tensor, scheme: Scheme) -> float:

@@ -16,6 +16,10 @@ from eval.errors import EvalError
 
 POLICIES = ("fcfs", "priority", "shortest-prompt")
 
+AGEING_SECONDS = 10.0
+"""What one class of priority is worth in waiting: a request goes before one of the next better class that came this
+much later, so that nothing starves. All waiting requests age alike, so their order never changes and a heap holds."""
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -93,7 +97,7 @@ class Scheduler:
         self.pool = pool
         self.running: list[Request] = []
         self._root = root
-        self._waiting: list[tuple[tuple[int, ...], Request]] = []
+        self._waiting: list[tuple[tuple[float, ...], Request]] = []
         self._rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_waiting = 0
 
@@ -258,10 +262,10 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return bool(self._waiting)
 
-    def _order(self, request: Request) -> tuple[int, ...]:
+    def _order(self, request: Request) -> tuple[float, ...]:
         """Policy order; earlier arrivals first within it, which puts a preempted request before all that wait."""
         if self.config.policy == "priority":
-            return (request.priority, request.sequence)
+            return (request.arrival + request.priority * AGEING_SECONDS, request.sequence)
         if self.config.policy == "shortest-prompt":
             return (request.num_prompt_tokens, request.sequence)
         return (request.sequence,)

@@ -115,7 +115,7 @@ def quantize_command(
         source = resolve_checkpoint(checkpoint, progress)
         if auto:
             found = measure_sensitivity(source, chosen, calibration=calibration, progress=progress)
-            chosen = mixed_recipe(chosen, found.units(), found.group_size, target_bits, target_kl).recipe
+            chosen = mixed_recipe(chosen, found.units(), target_bits, target_kl).recipe
             progress = begin("quantize")
         manifest = quantize_checkpoint(source, chosen, out, calibration=calibration, progress=progress)
     screen.result({"path": str(out), **asdict(manifest)}, *manifest_lines(manifest), f"written to {out}")

@@ -67,7 +67,7 @@ def sensitivity_command(
     if target_bits is None and target_kl is None:
         screen.result(document, *tables)
     else:
-        mixture = mixed_recipe(recipe, found.units(), found.group_size, target_bits, target_kl)
+        mixture = mixed_recipe(recipe, found.units(), target_bits, target_kl)
         document["recipe"] = mixture.recipe.to_mapping()
         document["predicted"] = {"bits_per_weight": mixture.bits_per_weight, "kl": mixture.kl}
         for table in tables if not json_output else ():

@@ -118,7 +118,7 @@ def test_the_experts_of_a_layer_are_decided_together(measured):
 
 def test_the_recipe_protects_what_is_fragile_and_beats_a_uniform_one_of_the_same_bytes(fragile, measured, tmp_path):
     uniform = quantize_checkpoint(fragile, Recipe("int4", group_size=16), tmp_path / "uniform")
-    mixture = mixed_recipe(Recipe("int4"), measured.units(), measured.group_size, uniform.bits_per_weight)
+    mixture = mixed_recipe(Recipe("int4"), measured.units(), uniform.bits_per_weight)
     assert mixture.recipe.override_of(FRAGILE).bits == 8
     mixed = quantize_checkpoint(fragile, mixture.recipe, tmp_path / "mixed")
     assert mixed.bits_per_weight == pytest.approx(mixture.bits_per_weight)
@@ -128,7 +128,7 @@ def test_the_recipe_protects_what_is_fragile_and_beats_a_uniform_one_of_the_same
 
 def test_a_target_loss_is_met_within_the_model_s_reach(fragile, measured, tmp_path):
     everywhere = sum(module.kl for module in measured.modules)
-    mixture = mixed_recipe(Recipe("int4"), measured.units(), measured.group_size, target_kl=everywhere / 3)
+    mixture = mixed_recipe(Recipe("int4"), measured.units(), target_kl=everywhere / 3)
     quantize_checkpoint(fragile, mixture.recipe, tmp_path / "mixed")
     assert mixture.kl <= everywhere / 3
     assert divergence(fragile, tmp_path / "mixed") < 2 * everywhere / 3

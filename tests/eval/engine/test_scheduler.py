@@ -153,6 +153,18 @@ def test_policy_decides_who_goes_first(policy, expected):
     assert finish_order(scheduler, requests) == expected
 
 
+def test_a_request_of_low_priority_ages_until_nothing_overtakes_it():
+    scheduler = scheduler_with(policy="priority", max_num_seqs=1)
+    arrivals = [(0.0, 2), (5.0, 1), (15.0, 1), (25.0, 0), (19.0, 0)]
+    requests = [
+        request_of(4, max_tokens=2, sequence=index, arrival=arrival, priority=priority, first_token=10 * index)
+        for index, (arrival, priority) in enumerate(arrivals)
+    ]
+    for request in requests:
+        scheduler.add(request)
+    assert finish_order(scheduler, requests) == ["r1", "r4", "r0", "r2", "r3"]
+
+
 def test_request_beyond_the_context_is_refused_with_the_numbers():
     with pytest.raises(EvalError, match=r"95 prompt tokens and max_tokens=8 exceed the context of 100"):
         scheduler_with().add(request_of(95))
