@@ -17,7 +17,7 @@ from quantize.errors import QuantizeError
 from quantize.manifest import MANIFEST, Manifest
 from quantize.recipe import Recipe
 
-REVISION = 6
+REVISION = 7
 """Raised whenever a change of the code gives other bytes for the same recipe, so that old work is not continued."""
 
 
