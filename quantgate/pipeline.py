@@ -25,7 +25,7 @@ from quantgate.errors import FrontDoorError
 from quantgate.screen import Screen
 from quantgate.source import resolve_checkpoint
 from quantize import quantize_checkpoint
-from quantize.atomic import lock_folder
+from quantize.atomic import take_lock
 from registry.compare import compare_variants
 from registry.policy import load_policy
 from registry.store import check_store, store_uri
@@ -109,7 +109,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        if not lock_folder(descriptor):
+        if not take_lock(descriptor):
             raise FrontDoorError(f"{folder}: another quantgate runs this campaign now; wait for it to end")
         yield
     finally:

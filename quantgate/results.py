@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from eval.quality.run import QualityResult, evaluate
 from eval.speed.run import SpeedResult, measure
@@ -154,7 +155,10 @@ def comparison_tables(comparison: Mapping[str, Any]) -> list[Table | str]:
     for check in comparison["checks"]:
         colour = colours.get(check["status"], "yellow")
         table.add_row(
-            check["name"], f"[{colour}]{check['status']}[/]", "yes" if check["critical"] else "advice", check["reason"]
+            check["name"],
+            Text(check["status"], style=colour),
+            "yes" if check["critical"] else "advice",
+            check["reason"],
         )
     return [table, f"verdict: {comparison['verdict']}", *(f"  {reason}" for reason in comparison["reasons"])]
 

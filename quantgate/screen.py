@@ -28,13 +28,14 @@ class Screen:
 
     def __init__(self, json_output: bool = False) -> None:
         self.json_output = json_output
-        self.out = Console(highlight=False, soft_wrap=True)
+        # What is shown names files, modules and reasons, and any of these may hold square brackets.
+        self.out = Console(highlight=False, soft_wrap=True, markup=False)
         self.out.width = max(self.out.width, TABLE_COLUMNS)
-        self.err = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
     def note(self, text: str) -> None:
         """A line for people, beside the result."""
-        self.err.print(text, markup=False)
+        self.err.print(text)
 
     def result(self, document: dict[str, Any], *human: Table | str) -> None:
         """The command's result: `document` with `--json`, else the tables and lines of `human`."""
@@ -42,7 +43,7 @@ class Screen:
             sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False, default=str) + "\n")
             return
         for part in human:
-            self.out.print(part, markup=not isinstance(part, str))
+            self.out.print(part)
 
     @contextmanager
     def progress(self) -> Iterator[ProgressCallback]:
@@ -60,7 +61,7 @@ class Screen:
             yield self._plain_stages(stages)
             return
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
             TimeElapsedColumn(),

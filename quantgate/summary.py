@@ -10,6 +10,7 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from eval.quality.samples import PERPLEXITY_METRICS
 from quantgate.pipeline import CampaignOutcome
@@ -79,9 +80,9 @@ def summary_lines(outcome: CampaignOutcome) -> list[str]:
     ]
 
 
-def _row(variant: VariantRecord, tasks: list[str]) -> list[str]:
+def _row(variant: VariantRecord, tasks: list[str]) -> list[str | Text]:
     metrics = variant.metrics()
-    cells = [variant.name, _bits(variant), _megabytes(metrics)]
+    cells: list[str | Text] = [variant.name, _bits(variant), _megabytes(metrics)]
     cells += [_score(metrics, name) for name in tasks]
     workload = _workload(variant)
     cells.append(_with_ratio(metrics, f"speed.{workload}.ttft_ms.p50", ".0f"))
@@ -90,7 +91,7 @@ def _row(variant: VariantRecord, tasks: list[str]) -> list[str]:
     return cells
 
 
-def _verdict(variant: VariantRecord) -> str:
+def _verdict(variant: VariantRecord) -> str | Text:
     if variant.comparison is None:
         return "the baseline; its ratios are the noise floor"
     verdict = str(variant.comparison["verdict"])
@@ -99,7 +100,7 @@ def _verdict(variant: VariantRecord) -> str:
     for prefix in ("quality.quantgate_", "quality.", f"speed.{_workload(variant)}.", "memory."):
         first = first.removeprefix(prefix)
     more = f" (and {len(reasons) - 1} more in the report)" if len(reasons) > 1 else ""
-    return f"[{COLOURS[verdict]}]{verdict}[/]: {first}{more}"
+    return Text.assemble((verdict, COLOURS[verdict]), f": {first}{more}")
 
 
 def _bits(variant: VariantRecord) -> str:

@@ -53,6 +53,54 @@ def atomic_directory(
         os.close(lock)
 
 
+@contextmanager
+def atomic_file(out: Path) -> Iterator[Path]:
+    """Yields `OUT.partial`, an empty file; at a clean end it becomes `OUT`, after an error it is gone. What a killed
+    run left in it is written over. Raises QuantizeError with one line where `atomic_directory` does."""
+    out = Path(os.path.abspath(out))
+    partial = out.with_name(out.name + ".partial")
+    with one_line_os_errors(out):
+        refuse_existing_file(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(partial, out)
+        try:
+            # The other process may have finished between the look above and the lock.
+            refuse_existing_file(out)
+            yield partial
+            os.fsync(lock)
+            os.replace(partial, out)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(lock)
+
+
+def refuse_existing_file(out: Path) -> None:
+    if out.exists():
+        raise QuantizeError(f"{out}: exists already; remove it or choose another name")
+
+
+def lock_file(partial: Path, out: Path) -> int:
+    """The locked file descriptor of the file `partial`, which is made if need be."""
+    while True:
+        if partial.exists() and not partial.is_file():
+            raise QuantizeError(f"{partial}: is in the way; remove it or choose another name")
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            locked = take_lock(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        if not locked:
+            os.close(descriptor)
+            raise QuantizeError(f"{out}: another process is writing it now; wait for it or choose another name")
+        # The file may have been renamed away between opening and locking it: then this lock guards nothing.
+        if partial.exists() and os.path.samestat(os.fstat(descriptor), os.stat(partial)):
+            return descriptor
+        os.close(descriptor)
+
+
 def refuse_existing(out: Path, error: type[Exception]) -> None:
     if out.is_dir() and not any(out.iterdir()):
         return
@@ -68,7 +116,7 @@ def lock_directory(partial: Path, out: Path, error: type[Exception]) -> int:
         partial.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(partial, os.O_RDONLY)
         try:
-            locked = lock_folder(descriptor)
+            locked = take_lock(descriptor)
         except OSError:
             os.close(descriptor)
             raise
@@ -81,8 +129,8 @@ def lock_directory(partial: Path, out: Path, error: type[Exception]) -> int:
         os.close(descriptor)
 
 
-def lock_folder(descriptor: int) -> bool:
-    """Locks an open folder until the descriptor is closed or the process ends; False when another process has it."""
+def take_lock(descriptor: int) -> bool:
+    """Locks an open file or folder until the descriptor is closed or the process ends; False when another has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as failure:

@@ -130,19 +130,32 @@ def text_of(line: str, spot: str, tokenizer: Any) -> str:
     """The text of one line; a conversation goes through the tokenizer's chat template."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as failure:
-        raise QuantizeError(f"{spot}: not valid JSON ({failure.msg})") from None
+    except (ValueError, RecursionError) as failure:
+        reason = failure.msg if isinstance(failure, json.JSONDecodeError) else str(failure)
+        raise QuantizeError(f"{spot}: not valid JSON ({reason})") from None
     if isinstance(record, dict) and isinstance(record.get("text"), str):
-        return str(record["text"])
+        return whole_characters(record["text"], spot)
     if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
         raise QuantizeError(f'{spot}: expected {{"text": "..."}} or {{"messages": [...]}}')
     if not getattr(tokenizer, "chat_template", None):
         raise QuantizeError(f'{spot}: has "messages", but the checkpoint has no chat template; use "text" lines')
     try:
-        return str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
+        text = str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
     except Exception as failure:
-        reason = " ".join(str(failure).split())
-        raise QuantizeError(f"{spot}: the chat template refuses these messages ({reason})") from None
+        reason = " ".join(str(failure).split()).encode(errors="backslashreplace").decode()
+        raise QuantizeError(f"{spot}: the chat template refuses these messages ({reason[:300]})") from None
+    return whole_characters(text, spot)
+
+
+def whole_characters(text: str, spot: str) -> str:
+    """The text, unless JSON escapes put half a character (\\ud800 without its other half) into it, which no tokenizer
+    takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as failure:
+        half = text[failure.start].encode(errors="backslashreplace").decode()
+        raise QuantizeError(f"{spot}: holds {half}, half a character, which is no text; take it out") from None
+    return text
 
 
 def rarity(token_ids: torch.Tensor) -> torch.Tensor:

@@ -232,7 +232,10 @@ def read_json(file: Path, otherwise: str) -> dict[str, Any]:
         raise QuantizeError(f"{file.parent}: {otherwise}, it has no {file.name}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as failure:
+        # Half a character, as in "\\ud800", can be neither shown nor written on.
+        json.dumps(content, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as failure:
+        # A number of thousands of digits is no JSONDecodeError, but a ValueError like it.
         raise QuantizeError(f"{file}: {otherwise}, not valid JSON ({one_line(failure)})") from None
     if not isinstance(content, dict):
         raise QuantizeError(f"{file}: {otherwise}, expected a JSON object")

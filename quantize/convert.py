@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from quantize.as_stored import shape_as_stored
-from quantize.atomic import atomic_directory, one_line_os_errors, refuse_existing, write_atomically
+from quantize.as_stored import older_names, shape_as_stored
+from quantize.atomic import atomic_directory, atomic_file, write_atomically
 from quantize.checkpoint import CONFIG, INDEX, Checkpoint
 from quantize.companions import copy_companions
 from quantize.errors import QuantizeError
 from quantize.formats.choose import FORMATS, StoredLinear, quantization_of, refuse_misfits, stored_linears
 from quantize.formats.gguf_write import GGUF_FORMATS, write_gguf
-from quantize.load import build_on_meta, plain_names
+from quantize.load import build_on_meta, expected_names, misshapen, missing_tensors, plain_names
 from quantize.manifest import MANIFEST, Manifest
 from quantize.progress import Progress, silent
 from quantize.scheme import QuantizedWeight, Scheme
@@ -34,12 +34,13 @@ TARGETS = (*FORMATS, *GGUF_FORMATS)
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized checkpoint: what it says of itself, its quantized linears by module name, the linears that are not,
-    and the names of heads among all."""
+    """A quantized checkpoint: what it says of itself, its quantized linears by module name with their outputs and
+    inputs, the linears that are not quantized, and the names of heads among all."""
 
     checkpoint: Checkpoint
     settings: Mapping[str, Any]
     linears: Mapping[str, StoredLinear]
+    shapes: Mapping[str, tuple[int, int]]
     ignored: tuple[str, ...]
     heads: tuple[str, ...]
 
@@ -48,11 +49,10 @@ class Quantized:
         stored = self.linears[name]
         tensors = {leaf: self.checkpoint.tensor(f"{name}.{leaf}") for leaf in stored.leaves}
         try:
-            weight, order = stored.unpack(tensors)
-        except (QuantizeError, RuntimeError, ValueError) as failure:
-            raise QuantizeError(
-                f"{self.checkpoint.path}: {name} is not stored as config.json says ({failure})"
-            ) from None
+            weight, order = stored.read(tensors, *self.shapes[name])
+        except QuantizeError as failure:
+            where = self.checkpoint.files[f"{name}.{stored.leaf}"]
+            raise QuantizeError(f"{where}: {name}: {failure}; fetch or quantize it again") from None
         if order is not None:
             raise QuantizeError(
                 f"{self.checkpoint.path}: {name} has groups in act-order (g_idx), which no other format holds; "
@@ -73,14 +73,13 @@ def convert_checkpoint(source: Path | str, form: str, out: Path | str, progress:
     if form in GGUF_FORMATS:
         if out.suffix != ".gguf":
             raise QuantizeError(f"{out}: a GGUF is one file; give a name that ends in .gguf")
-        with one_line_os_errors(out):
-            refuse_existing(out, QuantizeError)
+        with atomic_file(out) as draft:
             write_gguf(
                 quantized.checkpoint,
                 tuple(quantized.linears),
                 quantized.weight,
                 form,
-                out,
+                draft,
                 partial(converted, quantized, form),
                 tell,
             )
@@ -99,21 +98,30 @@ def open_quantized(checkpoint: Checkpoint, form: str) -> Quantized:
         )
     model = build_on_meta(checkpoint, None)
     shape_as_stored(model, plain_names(checkpoint))
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    linears = stored_linears(settings, checkpoint.files, names)
+    shapes = {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    names = list(shapes)
+    linears = stored_linears(checkpoint, names)
     if linears is None:
         method = settings.get("quant_method")
         raise QuantizeError(f"{checkpoint.path}: its quantization ({method}) is not one that can be converted")
-    lost = sorted(f"{name}.{leaf}" for name in linears for leaf in linears[name].leaves)
-    missing = [name for name in lost if name not in checkpoint.files]
+    missing = expected_names(model, linears) - set(checkpoint.files) - set(older_names(model, checkpoint.files))
     if missing:
-        raise QuantizeError(f"{checkpoint.path}: has no tensor {missing[0]}; fetch or quantize it again")
+        raise missing_tensors(checkpoint.path, missing)
+    for name, parameter in model.named_parameters():
+        plain = name in checkpoint.files and name.removesuffix(".weight") not in linears
+        if plain and checkpoint.shape(name) != parameter.shape:
+            raise misshapen(checkpoint.files[name], name, checkpoint.shape(name), parameter.shape)
     head = model.get_output_embeddings()
     kept = {name for name in names if name not in linears} | set(settings.get("ignore") or ())
     return Quantized(
         checkpoint,
         settings,
         linears,
+        shapes,
         tuple(sorted(kept)),
         tuple(name for name, module in model.named_modules() if module is head),
     )

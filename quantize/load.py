@@ -39,16 +39,16 @@ def load_model(
     if quantization:
         shape_as_stored(model, plain_names(opened))
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    stored = stored_linears(quantization, opened.files, linears) if quantization else {}
+    stored = stored_linears(opened, linears) if quantization else {}
     if stored is None:
         return _load_through_transformers(opened, torch.device(device), dtype)
     older = older_names(model, opened.files)
-    missing = _expected_names(model, stored) - set(opened.files) - set(older)
+    missing = expected_names(model, stored) - set(opened.files) - set(older)
     if missing and not stored:
         # Some mixtures of experts are stored under other names than they run under; transformers knows the mapping.
         return _load_through_transformers(opened, torch.device(device), dtype)
     if missing:
-        raise _missing(opened.path, missing)
+        raise missing_tensors(opened.path, missing)
     tensors = _Tensors(opened, older)
     _swap_linears(model, stored, tensors, torch.device(device))
     _assign_others(model, tensors, torch.device(device))
@@ -119,7 +119,7 @@ def plain_names(opened: Checkpoint) -> set[str]:
     }
 
 
-def _expected_names(model: PreTrainedModel, stored: Mapping[str, StoredLinear]) -> set[str]:
+def expected_names(model: PreTrainedModel, stored: Mapping[str, StoredLinear]) -> set[str]:
     """The tensors that the checkpoint must hold. Tied ones are left out: the other end of the tie is there."""
     volatile = {name for name, _ in model.named_non_persistent_buffers()}
     names = {name for name, _ in model.named_parameters()}
@@ -141,12 +141,9 @@ def _swap_linears(
         where = tensors.files[f"{name}.{kept.leaf}"]
         leaves = {leaf: tensors.read(f"{name}.{leaf}").clone() for leaf in kept.leaves}
         try:
-            weight, order = kept.unpack(leaves)
-        except (QuantizeError, RuntimeError, ValueError) as failure:
-            raise QuantizeError(f"{where}: {name} is not stored as config.json says ({one_line(failure)})") from None
-        expected = (linear.out_features, linear.in_features)
-        if tuple(weight.codes.shape) != expected:
-            raise _misshapen(where, name, weight.codes.shape, expected)
+            weight, order = kept.read(leaves, linear.out_features, linear.in_features)
+        except QuantizeError as failure:
+            raise QuantizeError(f"{where}: {name}: {failure}; fetch or quantize it again") from None
         model.set_submodule(name, QuantizedLinear(weight, linear.bias, device, model.dtype, order))
 
 
@@ -163,7 +160,7 @@ def _assign_others(model: PreTrainedModel, tensors: _Tensors, device: torch.devi
             continue
         stored = tensors.read(name)
         if place.shape != stored.shape:
-            raise _misshapen(tensors.files[name], name, stored.shape, place.shape)
+            raise misshapen(tensors.files[name], name, stored.shape, place.shape)
         if place.is_floating_point() and not stored.is_floating_point():
             raise whole_numbers(tensors.files[name], name, stored.dtype)
         value = torch.empty(stored.shape, dtype=place.dtype, device=device).copy_(stored)
@@ -176,7 +173,7 @@ def _finish(model: PreTrainedModel, path: Path, device: torch.device) -> PreTrai
     _compute_volatile_buffers(model, device)
     left = {name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta}
     if left:
-        raise _missing(path, left)
+        raise missing_tensors(path, left)
     model.requires_grad_(False)
     model.config._name_or_path = str(path)
     return model.eval()
@@ -212,7 +209,7 @@ def _load_through_transformers(opened: Checkpoint, device: torch.device, dtype: 
     if "quantization_config" in config and getattr(model, "hf_quantizer", None) is None:
         raise QuantizeError(f"{path / 'config.json'}: quantization method {method!r} is unknown to transformers")
     if report["missing_keys"]:
-        raise _missing(path, set(report["missing_keys"]))
+        raise missing_tensors(path, set(report["missing_keys"]))
     if report["mismatched_keys"]:
         raise QuantizeError(f"{path}: config.json asks for other shapes: {sorted(report['mismatched_keys'])[:3]}")
     model.requires_grad_(False)
@@ -235,10 +232,10 @@ class silent_transformers(AbstractContextManager[None]):
             transformers_logging.enable_progress_bar()
 
 
-def _missing(path: Path, names: set[str]) -> QuantizeError:
+def missing_tensors(path: Path, names: set[str]) -> QuantizeError:
     shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return QuantizeError(f"{path}: tensors missing from the checkpoint: {shown}; fetch or quantize it again")
 
 
-def _misshapen(file: Path, name: str, stored: Any, expected: Any) -> QuantizeError:
+def misshapen(file: Path, name: str, stored: Any, expected: Any) -> QuantizeError:
     return QuantizeError(f"{file}: {name} is {list(stored)}, but config.json makes it {list(expected)}")

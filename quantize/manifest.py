@@ -20,6 +20,8 @@ GGUF_KEY = "quantgate.manifest"
 """Under which a GGUF file carries the same text."""
 CALIBRATION_FIELDS = {"source", "digest", "samples", "sequence_length"}
 TOO_FEW = "too few calibration tokens"
+HIGHEST = 2**63
+"""Above any count of bytes; far larger ones cannot even be shown, since no float holds them."""
 NAMED = 8
 """How many modules a note names; all of them have their records."""
 
@@ -78,11 +80,11 @@ class Manifest:
     def read(cls, folder: Path | str) -> "Manifest":
         """Also from a GGUF file that one was converted into. Raises QuantizeError when the folder has no manifest, or
         one that this version does not know."""
-        content = manifest_of_gguf(Path(folder)) if Path(folder).suffix == ".gguf" else None
-        content = content or read_json(Path(folder) / MANIFEST, "not a checkpoint of ours")
+        file = Path(folder) if Path(folder).suffix == ".gguf" else Path(folder) / MANIFEST
+        content = manifest_of_gguf(file) if file.suffix == ".gguf" else read_json(file, "not a checkpoint of ours")
         names = {entry.name for entry in fields(cls)}
         if content.get("schema") != 1 or set(content) != names:
-            raise QuantizeError(f"{Path(folder) / MANIFEST}: written by another version; quantize again")
+            raise QuantizeError(f"{file}: written by another version; quantize again")
         try:
             modules = tuple(ModuleRecord(**module) for module in content["modules"])
             manifest = cls(**{**content, "modules": modules, "notes": tuple(content["notes"])})
@@ -91,7 +93,7 @@ class Manifest:
         except TypeError:
             wrong = "modules"
         if wrong is not None or not modules:
-            raise QuantizeError(f"{Path(folder) / MANIFEST}: {wrong or 'modules'} is damaged; quantize again")
+            raise QuantizeError(f"{file}: {wrong or 'modules'} is damaged; quantize again")
         return manifest
 
 
@@ -120,7 +122,12 @@ def manifest_of_gguf(file: Path) -> dict[str, Any]:
     written = read_metadata(file).get(GGUF_KEY)
     if written is None:
         raise QuantizeError(f"{file}: not a checkpoint of ours, it has no {GGUF_KEY}")
-    content: dict[str, Any] = json.loads(written)
+    try:
+        content = json.loads(written)
+    except (TypeError, ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise QuantizeError(f"{file}: {GGUF_KEY} is damaged; convert or quantize again")
     return content
 
 
@@ -130,7 +137,8 @@ def _misfits(record: object) -> Iterator[str]:
         allowed = tuple(get_origin(kind) or kind for kind in (get_args(hint) if type(hint) is UnionType else (hint,)))
         value = getattr(record, name)
         fits = isinstance(value, (*allowed, int) if float in allowed else allowed)
-        if not fits or (isinstance(value, float) and not isfinite(value)):
+        too_large = isinstance(value, int) and not -HIGHEST <= value <= HIGHEST
+        if not fits or too_large or (isinstance(value, float) and not isfinite(value)):
             yield name
 
 

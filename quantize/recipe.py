@@ -15,6 +15,8 @@ from quantize.method import AWQ, BITSANDBYTES_METHODS, EXTERNAL_METHODS, GPTQ, M
 from quantize.scheme import PER_CHANNEL, Scheme
 
 RARITY = "rarity"
+HIGHEST_SEED = 2**63 - 1
+"""What a generator of torch takes."""
 AUTO_GROUP_SIZES = (128, 64, 32)
 
 
@@ -138,6 +140,8 @@ def check(recipe: Recipe, where: str) -> None:
         value = getattr(recipe, name)
         if not is_int(value) or value < low:
             raise QuantizeError(f"{where}: {name}: {value!r} is not a whole number of at least {low}")
+    if recipe.seed > HIGHEST_SEED:
+        raise QuantizeError(f"{where}: seed: {recipe.seed} is above {HIGHEST_SEED}")
     if recipe.bits is not None and (not is_int(recipe.bits) or recipe.bits not in recipe.plan.bits):
         allowed = " or ".join(str(bits) for bits in recipe.plan.bits)
         raise QuantizeError(f"{where}: bits: {recipe.method} takes {allowed}, not {recipe.bits!r}")

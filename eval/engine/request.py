@@ -53,7 +53,7 @@ class SamplingParams:
             ("stop", all(stops), "non-empty strings"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "between 0.01 and 100"),
         ]
         for name, holds, wanted in limits:
             if not holds:

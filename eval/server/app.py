@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from eval.engine import Engine, EvalError
 from eval.engine.prompts import encode
@@ -62,6 +63,22 @@ class Refusal(Exception):
 
 class GenerationError(Exception):
     """The engine could not finish a request."""
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, after which the requests are closed: also when the client was gone before the first event,
+    and the events' own clean-up therefore never ran."""
+
+    def __init__(self, events: AsyncIterator[str], streams: list[RequestStream]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for stream in self._streams:
+                stream.close()
 
 
 def create_app(engine: Engine, config: ServerConfig) -> Starlette:
@@ -158,7 +175,7 @@ class Server:
         )
         streams = await self._submit(ask, envelope.request_id)
         if ask.stream:
-            return StreamingResponse(self._events(envelope, ask, streams), media_type="text/event-stream")
+            return EventStream(self._events(envelope, ask, streams), streams)
         gone = asyncio.ensure_future(_disconnected(request))
         whole = asyncio.ensure_future(self._whole(streams))
         try:
@@ -176,6 +193,10 @@ class Server:
 
     async def _submit(self, ask: Ask, request_id: str) -> list[RequestStream]:
         """One stream per prompt and choice; all of them or none."""
+        count = ask.choices * max(1, len(ask.prompts))
+        if count > self.config.max_waiting:
+            message = f"prompts times n is {count}: at most {self.config.max_waiting} can wait here at once"
+            raise Refusal(400, message, "invalid_request_error", "n" if ask.choices > 1 else "prompt")
         prompts = [self._chat_ids(ask.messages)] if ask.messages is not None else list(map(self._ids, ask.prompts))
         longest = max(map(len, prompts))
         if self.config.max_prompt_tokens is not None and longest > self.config.max_prompt_tokens:
@@ -202,7 +223,12 @@ class Server:
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         try:
+            if isinstance(prompt, str):
+                prompt.encode()
             return encode(prompt, self.engine.tokenizer, self.engine.vocab_size)
+        except UnicodeEncodeError:
+            message = "the prompt holds half a character (a surrogate without its other half), which is no text"
+            raise Refusal(400, message, "invalid_request_error", "prompt") from None
         except EvalError as refusal:
             raise Refusal(400, str(refusal), "invalid_request_error", "prompt") from None
 
@@ -258,8 +284,6 @@ class Server:
         finally:
             for task in tasks:
                 task.cancel()
-            for stream in streams:
-                stream.close()
 
     async def _pieces(self, index: int, stream: RequestStream) -> AsyncIterator[Piece]:
         request = stream.request

@@ -12,6 +12,12 @@ from typing import Any
 from eval.engine import EvalError, SamplingParams, TokenLogprobs
 
 MAX_CHOICES = 128
+MAX_STOPS = 64
+MAX_LOGPROBS = 20
+"""Like vLLM's; a whole vocabulary for every token of many choices would fill the memory."""
+HIGHEST = 2**63 - 1
+LOWEST_LOGPROB = -9999.0
+"""What stands for the logprob of what cannot come, since JSON has no infinity; OpenAI's and vLLM's value."""
 SAMPLING = {
     "temperature": float,
     "top_p": float,
@@ -114,8 +120,11 @@ def read_chat(body: Any, model: str) -> Ask:
 def _checked(body: Any, model: str) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
-    if body.get("model") not in (None, model):
-        raise BadRequestError(f"model {body['model']!r} is not served here: this is {model}", "model")
+    named = body.get("model")
+    if not isinstance(named, str | None):
+        raise BadRequestError("model must be a name", "model")
+    if named not in (None, model):
+        raise BadRequestError(f"model {named[:100]!r} is not served here: this is {model}", "model")
     for field, harmless in REFUSED.items():
         if body.get(field) not in harmless:
             raise BadRequestError(f"{field} is not supported", field)
@@ -125,10 +134,14 @@ def _checked(body: Any, model: str) -> Mapping[str, Any]:
 def _value(body: Mapping[str, Any], field: str, kind: type) -> Any:
     value = body.get(field)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) <= HIGHEST else None
+        if value is None:
+            raise BadRequestError(f"{field} is too large a number", field)
     if value is not None and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))):
         name = {float: "a number", int: "a whole number", bool: "true or false"}[kind]
         raise BadRequestError(f"{field} must be {name}", field)
+    if isinstance(value, int) and not -HIGHEST <= value <= HIGHEST:
+        raise BadRequestError(f"{field} is too large a number", field)
     return value
 
 
@@ -157,7 +170,9 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             raise BadRequestError(f"{field}: only parts of type text are supported", "messages")
-        content = "".join(str(part.get("text", "")) for part in content)
+        if not all(isinstance(part.get("text"), str) for part in content):
+            raise BadRequestError(f"{field}: a part's text must be text", "messages")
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise BadRequestError(f"{field}: content must be text", "messages")
     return {**message, "content": content}
@@ -176,9 +191,16 @@ def _ask(
     for name, text in (("stop", str), ("stop_token_ids", int)):
         value = body.get(name)
         one = [value] if isinstance(value, text) and not isinstance(value, bool) else value
-        if one is not None and not (isinstance(one, list) and all(isinstance(part, text) for part in one)):
-            raise BadRequestError(f"{name} must be a list of {text.__name__}", name)
         fields[name] = one
+        if one is None:
+            continue
+        if not isinstance(one, list) or not all(type(part) is text for part in one):
+            raise BadRequestError(f"{name} must be a list of {text.__name__}", name)
+        if len(one) > MAX_STOPS:
+            raise BadRequestError(f"{name} has {len(one)} entries: at most {MAX_STOPS} are allowed", name)
+    if logprobs is not None and logprobs > MAX_LOGPROBS:
+        name = "logprobs" if messages is None else "top_logprobs"
+        raise BadRequestError(f"{name} is {logprobs}: it must be at most {MAX_LOGPROBS}", name)
     choices = _value(body, "n", int)
     if choices is not None and not 1 <= choices <= MAX_CHOICES:
         raise BadRequestError(f"n must be between 1 and {MAX_CHOICES}", "n")
@@ -285,16 +307,22 @@ class Envelope:
             }
         return {
             "tokens": [self.spell(one.token_id) for one in logprobs],
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [{self.spell(token_id): value for token_id, value in one.top} for one in logprobs],
+            "token_logprobs": [finite(one.logprob) for one in logprobs],
+            "top_logprobs": [{self.spell(token_id): finite(value) for token_id, value in one.top} for one in logprobs],
             "text_offset": [],
         }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self.spell(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
 
 
 def error_document(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's form of an error."""
+    # What a client sent may be in it, half a character among that, which UTF-8 does not hold.
+    message = message.encode(errors="backslashreplace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}

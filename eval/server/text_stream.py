@@ -53,7 +53,8 @@ class TextStream:
             place = self._text.find(stop, max(0, self._sent - len(stop) + 1))
             if place >= 0:
                 held = max(held, len(self._text) - place)
-            for length in range(min(len(stop), len(self._text)), held, -1):
+            # What went out already was certain not to begin a stop string.
+            for length in range(min(len(stop), len(self._text) - self._sent), held, -1):
                 if self._text.endswith(stop[:length]):
                     held = length
                     break

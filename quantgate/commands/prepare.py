@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from quantgate.commands.options import CheckpointArgument, JsonOption
 from quantgate.commands.sensitivity import TargetBitsOption, TargetKlOption
@@ -182,6 +183,5 @@ def doctor_command(json_output: JsonOption = False) -> None:
     findings = examine()
     table = Table("what", "found", "remedy", title="quantgate doctor")
     for finding in findings:
-        colour = "green" if finding.good else "yellow"
-        table.add_row(finding.what, f"[{colour}]{finding.found}[/{colour}]", finding.remedy)
+        table.add_row(finding.what, Text(finding.found, style="green" if finding.good else "yellow"), finding.remedy)
     screen.result({"findings": [finding.to_mapping() for finding in findings]}, table)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from quantize.atomic import lock_folder, one_line_os_errors, write_atomically
+from quantize.atomic import one_line_os_errors, take_lock, write_atomically
 from quantize.errors import QuantizeError
 from quantize.home import home
 from quantize.progress import Progress, silent
@@ -118,7 +118,7 @@ def only_installer(library: Library) -> Iterator[None]:
     folder().mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder() / f"{library.name}.lock", os.O_RDWR | os.O_CREAT)
     try:
-        if not lock_folder(descriptor):
+        if not take_lock(descriptor):
             raise QuantizeError(f"{library.folder}: another process installs it now; wait for it to end")
         yield
     finally:

@@ -19,7 +19,7 @@ def written_modules(source: Checkpoint, result: Checkpoint, targets: Targets, mo
     """A record of every target that is quantized in the result. moved: scales have moved between weights. Raises
     QuantizeError for a result in a layout that is not read here."""
     settings = quantization_of(result)
-    stored = stored_linears(settings, result.tensor_names, targets.schemes)
+    stored = stored_linears(result, targets.schemes)
     if stored is None:
         raise QuantizeError(
             f"{result.path}: written in a layout that quantgate does not read ({settings.get('quant_method')})"
@@ -29,8 +29,11 @@ def written_modules(source: Checkpoint, result: Checkpoint, targets: Targets, mo
         if not all(f"{name}.{leaf}" in result.files for leaf in linear.leaves):
             continue
         tensors = {leaf: result.tensor(f"{name}.{leaf}") for leaf in linear.leaves}
-        quantized, order = linear.unpack(tensors)
         weight = source.tensor(f"{name}.weight").float()
+        try:
+            quantized, order = linear.read(tensors, *weight.shape)
+        except QuantizeError as failure:
+            raise QuantizeError(f"{result.path}: {name}: {failure}; report it to the library's makers") from None
         approximation = dequantize(quantized, torch.float32)
         if order is not None:
             approximation = torch.empty_like(approximation).index_copy_(1, order, approximation)

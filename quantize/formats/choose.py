@@ -5,6 +5,7 @@ What every format shares is `QuantizedWeight`; the rest of the package knows a f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quantize.checkpoint import Checkpoint
+from quantize.checkpoint import CONFIG, Checkpoint, one_line
 from quantize.errors import QuantizeError
 from quantize.formats import awq_gemm, compressed_tensors, gptq
 from quantize.formats.half import raise_small_scales
@@ -20,6 +21,10 @@ from quantize.scheme import QuantizedWeight, Scheme
 
 QUANTIZE_CONFIG = "quantize_config.json"
 """Where AutoGPTQ's older checkpoints say what others say in config.json."""
+
+UNREADABLE = (QuantizeError, RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError,
+              re.error)  # fmt: skip
+"""What comes up where a file that others wrote is of another shape than it should be."""
 
 Unpacked = tuple[QuantizedWeight, torch.Tensor | None]
 """A weight, and the order [K] of its columns where that is not the order of the inputs."""
@@ -107,6 +112,23 @@ class StoredLinear:
     leaf: str
     unpack: Callable[[Mapping[str, torch.Tensor]], Unpacked]
 
+    def read(self, tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> Unpacked:
+        """`unpack` for a linear of that many outputs and inputs. Raises QuantizeError, which says what is wrong and not
+        where, for tensors that are none of this kind."""
+        try:
+            weight, order = self.unpack(tensors)
+        except UNREADABLE as failure:
+            raise QuantizeError(f"not stored as config.json says ({one_line(failure)})") from None
+        scale = weight.scale
+        if tuple(weight.codes.shape) != (outputs, inputs):
+            raise QuantizeError(f"is {list(weight.codes.shape)}, but config.json makes it {[outputs, inputs]}")
+        if not scale.is_floating_point() or not bool(torch.isfinite(scale.float()).all()):
+            what = "NaN or inf" if scale.is_floating_point() else f"whole numbers ({scale.dtype})"
+            raise QuantizeError(f"has {what} among its scales")
+        if weight.zero_point is not None and weight.zero_point.shape != scale.shape:
+            raise QuantizeError(f"has scales {list(scale.shape)}, but zero points {list(weight.zero_point.shape)}")
+        return weight, order
+
 
 def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """What the checkpoint says of its quantization; empty when it is not quantized."""
@@ -116,12 +138,22 @@ def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return settings or {}
 
 
-def stored_linears(
-    settings: Mapping[str, Any], names: Iterable[str], linears: Iterable[str]
+def stored_linears(checkpoint: Checkpoint, linears: Iterable[str]) -> dict[str, StoredLinear] | None:
+    """The quantized ones of `linears`; None when they are stored in a way that is not read here. Raises QuantizeError
+    for settings that nobody can read."""
+    settings = quantization_of(checkpoint)
+    try:
+        return linears_by_settings(settings, set(checkpoint.files), list(linears))
+    except UNREADABLE as failure:
+        said = f"{type(failure).__name__}: {one_line(failure)}" if not isinstance(failure, QuantizeError) else failure
+        raise QuantizeError(
+            f"{checkpoint.path / CONFIG}: quantization_config makes no sense ({said}); fetch the checkpoint again"
+        ) from None
+
+
+def linears_by_settings(
+    settings: Mapping[str, Any], names: set[str], linears: Iterable[str]
 ) -> dict[str, StoredLinear] | None:
-    """The quantized ones of `linears`, by `settings` and the `names` of the stored tensors; None when they are stored
-    in a way that is not read here."""
-    names = set(names)
     method = settings.get("quant_method")
     if method == compressed_tensors.METHOD:
         schemes = compressed_tensors.schemes_of(settings, linears)

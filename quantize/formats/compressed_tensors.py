@@ -106,24 +106,52 @@ def stored_names(scheme: Scheme, layout: str) -> set[str]:
 
 def unpack_weight(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantizedWeight:
     """The weight from its stored tensors, in either layout, under their names without the module's (`weight_scale`)."""
-    scale, zero_point = tensors["weight_scale"], tensors.get("weight_zero_point")
+    scale = tensors["weight_scale"]
+    zero_point = None if scheme.symmetric else tensors["weight_zero_point"]
     if "weight_packed" in tensors:
+        words = tensors["weight_packed"]
         outputs, inputs = (int(size) for size in tensors["weight_shape"])
-        codes = unpack_codes(tensors["weight_packed"], scheme.bits, inputs)
+        if words.dtype != torch.int32 or words.shape != (outputs, words_for(inputs, scheme.bits)):
+            raise QuantizeError(
+                f"weight_packed {words.dtype} {list(words.shape)} does not fit a weight {[outputs, inputs]} of "
+                f"{scheme.bits} bits"
+            )
+        codes = unpack_codes(words, scheme.bits, inputs)
         if zero_point is not None:
+            if zero_point.dtype != torch.int32 or zero_point.shape[0] != words_for(outputs, scheme.bits):
+                raise QuantizeError(
+                    f"weight_zero_point {zero_point.dtype} {list(zero_point.shape)} does not fit {outputs} outputs"
+                )
             zero_point = unpack_codes(zero_point.T, scheme.bits, outputs).T.contiguous()
     else:
         codes = tensors["weight"]
         outputs, inputs = codes.shape
+        for name, stored in (("weight", codes), ("weight_zero_point", zero_point)):
+            if stored is not None and not holds_codes(stored, scheme):
+                raise QuantizeError(f"{name} ({stored.dtype}) is not made of {scheme.bits}-bit integers in int8")
     groups = inputs // scheme.group_width(inputs)
     if scale.numel() == 1:
         scale = scale.reshape(1, 1).expand(outputs, groups).contiguous()
+    if zero_point is not None and zero_point.numel() == 1:
+        zero_point = zero_point.reshape(1, 1).expand(outputs, groups).contiguous()
     if not scheme.divides(inputs) or codes.shape != (outputs, inputs) or scale.shape != (outputs, groups):
         raise QuantizeError(
             f"weight_scale {list(scale.shape)} does not fit a weight {[outputs, inputs]} "
             f"in groups of {scheme.group_size}"
         )
-    return QuantizedWeight(codes, scale, None if scheme.symmetric else zero_point, scheme)
+    return QuantizedWeight(codes, scale, zero_point, scheme)
+
+
+def words_for(columns: int, bits: int) -> int:
+    return -(-columns * bits // WORD_BITS)
+
+
+def holds_codes(stored: torch.Tensor, scheme: Scheme) -> bool:
+    """Whether `stored` is int8 and within the scheme's range, which int8 itself only keeps at 8 bits."""
+    if stored.dtype != torch.int8 or scheme.bits == 8 or not stored.numel():
+        return stored.dtype == torch.int8
+    low, high = stored.aminmax()
+    return scheme.lowest <= int(low) and int(high) <= scheme.highest
 
 
 def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:

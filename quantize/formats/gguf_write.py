@@ -11,9 +11,7 @@ head: the rows of each head are written interleaved. What is not quantized keeps
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial as bind
@@ -48,8 +46,9 @@ def write_gguf(
     manifest_of: Callable[[Mapping[str, int], int], Manifest | None],
     tell: Progress,
 ) -> None:
-    """Writes OUT, whole or not at all. `modules` are the quantized linears, of which `weight_of` gives the weights.
-    What `manifest_of` makes of their bytes, by module, and of those of all tensors goes along.
+    """Writes OUT, which the caller puts into its place once it is whole. `modules` are the quantized linears, of which
+    `weight_of` gives the weights. What `manifest_of` makes of their bytes, by module, and of those of all tensors goes
+    along.
 
     Raises QuantizeError, one line, for an architecture other than Llama's, a tokenizer without a name in llama.cpp, and
     a value that the type does not hold.
@@ -92,23 +91,14 @@ def write_gguf(
     manifest = manifest_of({module: sizes[f"{module}.weight"] for module in done}, sum(sizes.values()))
     if manifest is not None:
         writer.add_string(GGUF_KEY, json.dumps(asdict(manifest), allow_nan=False))
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        writer.write_header_to_file(partial)
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for step, (name, read) in enumerate(plan):
-            tell(f"writing {name}", step, len(plan))
-            writer.write_tensor_data(read())
-        writer.flush()
-        writer.close()
-        with partial.open("rb") as handle:
-            os.fsync(handle.fileno())
-        os.replace(partial, out)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            partial.unlink()
+    writer.write_header_to_file(out)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for step, (name, read) in enumerate(plan):
+        tell(f"writing {name}", step, len(plan))
+        writer.write_tensor_data(read())
+    writer.flush()
+    writer.close()
     tell("done", len(plan), len(plan))
 
 

@@ -36,6 +36,14 @@ def test_quantize_writes_a_checkpoint_that_inspect_describes(quantgate, tiny_che
     assert "14 modules at 4 bits, groups of 32, symmetric" in quantgate("inspect", "q").out
 
 
+def test_names_in_square_brackets_are_shown_as_they_are(quantgate, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    made = quantgate("quantize", tiny_checkpoint, "--method", "int8", "--out", "[/q]")
+    assert made.code == 0, made.err
+    manifest = tmp_path / "[/q]" / "quantgate.json"
+    manifest.write_text(manifest.read_text().replace("model.layers.0.mlp.up_proj", "[/bold] [red]up"))
+    assert "[/bold] [red]up" in quantgate("inspect", "[/q]").out
+
+
 def test_the_same_quantization_again_is_found_done_and_another_one_does_not_replace_it(
     quantgate, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

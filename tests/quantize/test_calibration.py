@@ -84,6 +84,10 @@ def test_the_shipped_text_leaves_out_the_topics_kept_for_measuring():
     ("lines", "named"),
     [
         (["{"], "line 1: not valid JSON"),
+        (["[" * 100_000], "line 1: not valid JSON"),
+        (["1" * 5000], "line 1: not valid JSON"),
+        (['{"text": "ab\\ud800c"}'], r"line 1: holds \\ud800, half a character"),
+        (['{"messages": [{"role": "user", "content": "\\udfff"}]}'], r"line 1: holds \\udfff, half a character"),
         ([{"text": "abcd"}, {"txt": "x"}], "line 2: expected"),
         ([{"text": 5}], "line 1: expected"),
         (["[1]"], "line 1: expected"),

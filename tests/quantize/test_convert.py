@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quantize import Manifest, Recipe, load_model, quantize_checkpoint
+from quantize.atomic import atomic_file
 from quantize.convert import convert_checkpoint
 from quantize.errors import QuantizeError
 from quantize.formats.gguf import convert_gguf
@@ -291,3 +292,146 @@ def test_a_token_beyond_the_embeddings_is_refused(source, tmp_path):
     content["model"]["vocab"]["ab"] = 400
     (start / "tokenizer.json").write_text(json.dumps(content))
     assert "gives token 400, but config.json has 265" in refused(start, "gguf-q4_0", tmp_path / "out.gguf")
+
+
+def spoil(folder: Path, ending: str, change) -> None:
+    """Replaces the first tensor of that name's ending by what `change` makes of it; None takes it away."""
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        name = next((name for name in sorted(tensors) if name.endswith(ending)), None)
+        if name is not None:
+            changed = change(tensors.pop(name))
+            save_file(tensors | ({} if changed is None else {name: changed.contiguous()}), file, {"format": "pt"})
+            return
+    raise AssertionError(ending)
+
+
+def with_nan(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[0, 0] = torch.nan
+    return tensor
+
+
+DAMAGES = {
+    "gptq": [
+        ("qzeros", lambda tensor: tensor[:, :-1], "qzeros"),
+        ("qzeros", lambda tensor: tensor.float(), "qzeros"),
+        ("g_idx", lambda tensor: tensor[:-1], "g_idx"),
+        ("g_idx", lambda tensor: torch.full_like(tensor, -7), "g_idx"),
+        ("g_idx", lambda tensor: tensor.reshape(2, -1), "g_idx"),
+        ("scales", lambda tensor: tensor.flatten(), "scales"),
+        ("scales", with_nan, "NaN or inf among its scales"),
+        ("scales", lambda tensor: tensor.to(torch.int32), "whole numbers"),
+        ("qweight", lambda tensor: tensor.flatten(), "qweight"),
+        ("qweight", lambda tensor: tensor[: tensor.shape[0] // 2], "qweight"),
+        ("norm.weight", lambda tensor: tensor[:5], "config.json makes it [64]"),
+    ],
+    "awq": [
+        ("qzeros", lambda tensor: tensor[:, :-1], "qzeros"),
+        ("qzeros", lambda tensor: tensor.flatten(), "qzeros"),
+        ("scales", lambda tensor: tensor[:-1], "scales"),
+        ("scales", with_nan, "NaN or inf among its scales"),
+        ("qweight", lambda tensor: tensor.to(torch.int64), "qweight"),
+    ],
+    "compressed-tensors": [
+        ("weight_packed", lambda tensor: tensor[:, :-1], "weight_packed"),
+        ("weight_packed", lambda tensor: tensor.float(), "weight_packed"),
+        ("weight_shape", lambda tensor: tensor * 10**9, "weight_packed"),
+        ("weight_shape", lambda tensor: -tensor, "weight_packed"),
+        ("weight_shape", lambda tensor: tensor[:1], "weight_shape"),
+        ("weight_scale", lambda tensor: tensor[:, :1].flatten(), "weight_scale"),
+        ("weight_scale", with_nan, "NaN or inf among its scales"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "leaf", "change", "words"),
+    [(form, *damage) for form, damages in DAMAGES.items() for damage in damages],
+)
+def test_a_damaged_tensor_is_named_and_neither_converted_nor_loaded(source, tmp_path, form, leaf, change, words):
+    start = quantized(source, tmp_path / "start", format=form)
+    spoil(start, f".{leaf}", change)
+    said = refused(start, "gptq" if form == "awq" else "awq", tmp_path / "out")
+    assert str(start) in said
+    assert "model." in said
+    assert words in said or "not stored as config.json says" in said
+    with pytest.raises(QuantizeError, match=r"model\."):
+        load_model(start)
+
+
+def test_a_lost_tensor_is_named(source, tmp_path):
+    start = quantized(source, tmp_path / "start", format="gptq")
+    (start / "model.safetensors.index.json").unlink()
+    spoil(start, ".post_attention_layernorm.weight", lambda tensor: None)
+    assert "missing from the checkpoint: model.layers" in refused(start, "awq", tmp_path / "out")
+
+
+def test_integers_wider_than_they_say_are_refused_and_not_cut(source, tmp_path):
+    """int8 holds codes that 4 bits do not; a format that packs them would spoil their neighbours."""
+    start = quantized(source, tmp_path / "start", method="int8", activations="int8", group_size=-1)
+    config = json.loads((start / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    (start / "config.json").write_text(json.dumps(config))
+    assert "not made of 4-bit integers" in refused(start, "gptq", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("form", "settings"),
+    [
+        ("gptq", {"bits": None}),
+        ("gptq", {"bits": 0}),
+        ("gptq", {"bits": 77}),
+        ("gptq", {"bits": "4"}),
+        ("gptq", {"group_size": 0}),
+        ("gptq", {"group_size": [1]}),
+        ("gptq", {"dynamic": [1, 2]}),
+        ("gptq", {"dynamic": {"(": {"bits": 8}}}),
+        ("gptq", {"dynamic": {".*": 5}}),
+        ("gptq", {"meta": [1]}),
+        ("gptq", {"checkpoint_format": [1]}),
+        ("gptq", {"checkpoint_format": {"a": 1}}),
+        ("awq", {"group_size": "x"}),
+        ("awq", {"group_size": -3}),
+        ("compressed-tensors", {"config_groups": [1]}),
+        ("compressed-tensors", {"config_groups": "abc"}),
+        ("compressed-tensors", {"config_groups": {"a": 5}}),
+        ("compressed-tensors", {"ignore": 5}),
+        ("compressed-tensors", {"ignore": [{}]}),
+        ("compressed-tensors", {"ignore": ["re:("]}),
+        ("compressed-tensors", {"transform_config": [1]}),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_in_one_line(source, tmp_path, form, settings):
+    start = quantized(source, tmp_path / "start", format=form)
+    config = json.loads((start / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (start / "config.json").write_text(json.dumps(config))
+    assert str(start) in refused(start, "gptq" if form == "awq" else "awq", tmp_path / "out")
+
+
+def test_a_gguf_that_a_killed_run_left_half_is_written_over(source, tmp_path):
+    start = quantized(source, tmp_path / "start")
+    (tmp_path / "out.gguf.partial").write_bytes(b"half" * 10**6)
+    convert_checkpoint(start, "gguf-q4_0", tmp_path / "out.gguf")
+    convert_checkpoint(start, "gguf-q4_0", tmp_path / "again.gguf")
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "again.gguf").read_bytes()
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+def test_two_runs_do_not_write_one_gguf(source, tmp_path):
+    start = quantized(source, tmp_path / "start")
+    with atomic_file(tmp_path / "out.gguf") as partial:
+        assert "another process is writing it now" in refused(start, "gguf-q4_0", tmp_path / "out.gguf")
+        partial.write_text("mine")
+    assert (tmp_path / "out.gguf").read_text() == "mine"
+
+
+def test_a_token_beyond_the_vocabulary_is_named(source, tmp_path):
+    start = quantized(source, tmp_path / "start")
+    content = json.loads((start / "tokenizer.json").read_text())
+    added = {**content["added_tokens"][0], "id": 4000, "content": "<far>"}
+    content["added_tokens"].append(added)
+    content["model"]["vocab"]["<far>"] = 4000
+    (start / "tokenizer.json").write_text(json.dumps(content))
+    assert "gives token 4000" in refused(start, "gguf-q4_0", tmp_path / "out.gguf")

@@ -85,6 +85,7 @@ def test_the_first_matching_override_wins_and_leaves_the_rest_alone():
         ({"method": "int8", "activations": "int8", "group_size": 64}, "group_size:"),
         ({"method": "int8", "activations": "int8", "symmetric": False}, "activations:"),
         ({"method": "gptq", "samples": 0}, "samples:"),
+        ({"method": "awq", "seed": 2**64}, "seed: 18446744073709551616 is above"),
         ({"method": "gptq", "sequence_length": 1}, "sequence_length:"),
         ({"method": "gptq", "seed": -1}, "seed:"),
         ({"method": "gptq", "damp": 0}, "damp:"),

@@ -16,6 +16,7 @@ import uvicorn
 from eval.engine import Engine, SamplingParams
 from eval.server.app import ServerConfig, create_app
 from eval.server.engine_thread import EngineThread, StoppedError
+from eval.server.protocol import SAMPLING
 from eval.server.text_stream import TextStream
 
 TEXT = "The list holds"
@@ -171,6 +172,18 @@ def test_models_and_health(client, address):
         ({"prompt": [7, 4000]}, 400, "vocabulary"),
         ({"prompt": TEXT, "max_tokens": 5000}, 400, "exceed the context of 512"),
         ({"prompt": TEXT, "model": "other"}, 400, "is not served here"),
+        ({"prompt": TEXT, "model": [[1]]}, 400, "model must be a name"),
+        ({"prompt": TEXT, "temperature": 10**400}, 400, "temperature is too large"),
+        ({"prompt": TEXT, "top_k": 10**400}, 400, "top_k is too large"),
+        ({"prompt": TEXT, "seed": -(10**400)}, 400, "seed is too large"),
+        ({"prompt": TEXT, "repetition_penalty": 5e-324}, 400, "repetition_penalty"),
+        ({"prompt": TEXT, "stop_token_ids": [True]}, 400, "stop_token_ids"),
+        ({"prompt": TEXT, "stop_token_ids": [10**400]}, 400, "outside the vocabulary"),
+        ({"prompt": TEXT, "stop": ["a"] * 65}, 400, "stop has 65 entries"),
+        ({"prompt": TEXT, "logprobs": 21}, 400, "logprobs is 21"),
+        ({"prompt": [10**400]}, 400, "vocabulary"),
+        ({"prompt": ["a"] * 300}, 400, "prompts times n is 300"),
+        ({"prompt": ["a"] * 3, "n": 128}, 400, "prompts times n is 384"),
         ([], 400, "JSON object"),
     ],
 )
@@ -178,6 +191,80 @@ def test_a_bad_request_is_refused_by_name(address, body, status, named):
     answer = httpx.post(f"{address}/v1/completions", json=body)
     assert answer.status_code == status
     assert named in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "-1", "1" * 4000, "1" * 5000])
+def test_no_number_in_any_field_is_a_defect(address, engine, number):
+    fields = [*SAMPLING, "max_tokens", "n", "logprobs", "stop_token_ids", "best_of"]
+    for field in fields:
+        body = f'{{"prompt": [5, 6], "max_tokens": 2, "{field}": {number}}}'
+        answer = httpx.post(f"{address}/v1/completions", content=body)
+        if number == "-1" and field in ("seed", "presence_penalty", "frequency_penalty"):
+            assert answer.status_code == 200
+            continue
+        assert answer.status_code == 400, (field, number)
+        assert field in answer.json()["error"]["message"] or len(number) > 4300
+    assert not engine.has_unfinished()
+
+
+def test_half_a_character_is_refused_and_not_choked_on(address):
+    half = '"a\\ud800"'
+    for path, body in [
+        ("completions", f'{{"prompt": {half}}}'),
+        ("completions", f'{{"prompt": "a", "model": {half}}}'),
+        ("chat/completions", f'{{"messages": [{{"role": "user", "content": {half}}}]}}'),
+        ("chat/completions", f'{{"messages": [{{"role": {half}, "content": "a"}}]}}'),
+    ]:
+        answer = httpx.post(f"{address}/v1/{path}", content=body)
+        assert answer.status_code == 400, body
+        assert answer.json()["error"]["message"]
+    answer = httpx.post(f"{address}/v1/completions", content=f'{{"prompt": "a", "max_tokens": 3, "stop": {half}}}')
+    assert answer.status_code == 200
+
+
+def test_parts_of_a_message_are_texts(address):
+    for part in ({"type": "text"}, {"type": "text", "text": None}, {"type": "text", "text": 5}):
+        body = {"messages": [{"role": "user", "content": [part]}]}
+        answer = httpx.post(f"{address}/v1/chat/completions", json=body)
+        assert "a part's text must be text" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_logprobs_are_those_of_the_model_whatever_min_tokens_forbids(address, stream):
+    body = {"prompt": [5], "max_tokens": 3, "min_tokens": 3, "stop_token_ids": list(range(60)), "logprobs": 20}
+    answer = httpx.post(f"{address}/v1/completions", json=body | {"stream": stream, "temperature": 0})
+    assert "Infinity" not in answer.text
+    assert answer.status_code == 200
+
+
+def test_requests_end_with_a_client_that_was_gone_before_the_first_event(tiny_checkpoint):
+    """The events' own clean-up never runs then: a generator that was not begun has none."""
+    engine = Engine.from_checkpoint(tiny_checkpoint, num_blocks=40)
+    app = create_app(engine, ServerConfig("tiny"))
+    body = json.dumps({"prompt": TEXT, "max_tokens": 480, "ignore_eos": True, "stream": True}).encode()
+    received = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive():
+        return next(received, {"type": "http.disconnect"})
+
+    async def send(_message):
+        await asyncio.sleep(0)
+
+    async def gone() -> str:
+        async with app.router.lifespan_context(app):
+            headers = [(b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+            scope |= {"query_string": b"", "asgi": {"spec_version": "2.3"}}
+            await app(scope, receive, send)
+            deadline = time.monotonic() + 20
+            while engine.has_unfinished() and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tiny") as client:
+                return (await client.get("/metrics")).text
+
+    assert 'requests_finished_total{finish_reason="abort"} 1.0' in asyncio.run(gone())
+    assert not engine.has_unfinished()
+    assert engine.pool.num_used == 0
 
 
 def test_bodies_that_are_no_json_or_too_large_are_refused(engine, tiny_checkpoint):
