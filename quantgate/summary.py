@@ -71,12 +71,14 @@ def summary_lines(outcome: CampaignOutcome) -> list[str]:
     """Where to look and how to decide."""
     record = outcome.record
     # A release is named by the campaign's folder, wherever `output` put that.
-    ids = " | ".join(f"{record.directory.absolute().name}-{candidate.name}" for candidate in record.candidates)
-    submit = f"quantgate release submit {_shown(record.directory)}/variants/{record.candidates[0].name}"
+    first, *others = [candidate.name for candidate in record.candidates]
+    submit = f"quantgate release submit {_shown(record.directory)}/variants/{first}"
+    decide = f"quantgate release approve|reject {record.directory.absolute().name}-{first}"
+    more = f" (so for {', '.join(others)})" if others else ""
     return [
         f"compare the variants:  quantgate ui   (MLflow on http://127.0.0.1:5000, store {outcome.tracking_uri})",
         f"read the report:       {_shown(outcome.report)}",
-        f"approve or reject:     {submit}, then quantgate release approve|reject {ids}",
+        f"approve or reject:     {submit}, then {decide}{more}",
     ]
 
 

@@ -169,7 +169,8 @@ def inspect_command(
         from quantgate.figures import layers_figure, save_figure
 
         save_figure(layers_figure(manifest, folder.name), plot)
-    screen.result(asdict(manifest), module_table(manifest), *manifest_lines(manifest))
+    drawn = [f"drawn in {plot}"] if plot is not None else []
+    screen.result(asdict(manifest), module_table(manifest), *manifest_lines(manifest), *drawn)
 
 
 def doctor_command(json_output: JsonOption = False) -> None:
