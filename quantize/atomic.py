@@ -8,7 +8,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -83,22 +83,14 @@ def refuse_existing_file(out: Path) -> None:
 
 def lock_file(partial: Path, out: Path) -> int:
     """The locked file descriptor of the file `partial`, which is made if need be."""
-    while True:
+
+    def open_file() -> int:
         if partial.exists() and not partial.is_file():
             raise QuantizeError(f"{partial}: is in the way; remove it or choose another name")
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            locked = take_lock(descriptor)
-        except OSError:
-            os.close(descriptor)
-            raise
-        if not locked:
-            os.close(descriptor)
-            raise QuantizeError(f"{out}: another process is writing it now; wait for it or choose another name")
-        # The file may have been renamed away between opening and locking it: then this lock guards nothing.
-        if partial.exists() and os.path.samestat(os.fstat(descriptor), os.stat(partial)):
-            return descriptor
-        os.close(descriptor)
+        return os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+
+    busy = QuantizeError(f"{out}: another process is writing it now; wait for it or choose another name")
+    return lock_opened(partial, open_file, busy)
 
 
 def refuse_existing(out: Path, error: type[Exception]) -> None:
@@ -110,11 +102,22 @@ def refuse_existing(out: Path, error: type[Exception]) -> None:
 
 def lock_directory(partial: Path, out: Path, error: type[Exception]) -> int:
     """The locked file descriptor of `partial`, which is made if need be."""
-    while True:
+
+    def open_directory() -> int:
         if partial.exists() and not partial.is_dir():
             raise error(f"{partial}: a file is in the way; remove it or choose another folder")
         partial.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(partial, os.O_RDONLY)
+        return os.open(partial, os.O_RDONLY)
+
+    busy = error(f"{out}: another process is writing it now; wait for it or choose another folder")
+    return lock_opened(partial, open_directory, busy)
+
+
+def lock_opened(partial: Path, open_partial: Callable[[], int], busy: Exception) -> int:
+    """The locked descriptor that `open_partial` gives for `partial`. Raises `busy` when another process has the
+    lock."""
+    while True:
+        descriptor = open_partial()
         try:
             locked = take_lock(descriptor)
         except OSError:
@@ -122,8 +125,8 @@ def lock_directory(partial: Path, out: Path, error: type[Exception]) -> int:
             raise
         if not locked:
             os.close(descriptor)
-            raise error(f"{out}: another process is writing it now; wait for it or choose another folder")
-        # The folder may have been renamed away between opening and locking it: then this lock guards nothing.
+            raise busy
+        # It may have been renamed away between opening and locking it: then this lock guards nothing.
         if partial.exists() and os.path.samestat(os.fstat(descriptor), os.stat(partial)):
             return descriptor
         os.close(descriptor)
