@@ -1,7 +1,8 @@
 """Compiles a C++ file of this package for the machine at hand, once, and loads it.
 
 The one idea: plain C symbols through ctypes need neither torch's headers (a minute of compilation) nor its ABI; the
-library is kept per source, compiler and instruction set, so that a shared home folder serves different machines.
+library is kept per source (with what it includes by quotes), compiler and instruction set, so that a shared home folder
+serves different machines.
 """
 
 import ctypes
@@ -9,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -19,6 +21,7 @@ from pathlib import Path
 from quantize.home import home
 
 FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 
 @cache
@@ -52,7 +55,7 @@ def native_compiler() -> str | None:
 
 def _build(source: Path, compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = "\0".join([source.read_text(), version, *FLAGS, platform.machine(), _instruction_sets()])
+    key = "\0".join([*_texts(source), version, *FLAGS, platform.machine(), _instruction_sets()])
     folder = home() / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
@@ -65,6 +68,16 @@ def _build(source: Path, compiler: str) -> Path:
                 subprocess.run(command, capture_output=True, text=True, check=True)
                 built.replace(library)
     return library
+
+
+def _texts(source: Path) -> list[str]:
+    """The text of `source` and of every file that it includes by quotes, each once, in the order of inclusion."""
+    paths, index = [source.resolve()], 0
+    while index < len(paths):
+        includes = INCLUDE.findall(paths[index].read_text())
+        paths += [path for name in includes if (path := (paths[index].parent / name).resolve()) not in paths]
+        index += 1
+    return [path.read_text() for path in paths]
 
 
 def _instruction_sets() -> str:

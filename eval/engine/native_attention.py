@@ -44,13 +44,17 @@ class _Shape(ctypes.Structure):
     )
 
 
+class _Cache(ctypes.Structure):
+    _fields_ = (("keys", ctypes.c_void_p), ("values", ctypes.c_void_p))
+
+
 def native_library() -> ctypes.CDLL | None:
     """The compiled kernel, or None where this machine cannot build it."""
     library = load_native(SOURCE)
     if library is not None:
         stride, pointer = ctypes.c_int64, ctypes.c_void_p
         rows = (pointer, stride, stride)
-        library.paged_attention.argtypes = (pointer, pointer, pointer, pointer, *rows, *rows, *rows, pointer)
+        library.paged_attention.argtypes = (pointer, pointer, pointer, *rows, *rows, *rows, pointer)
         library.paged_attention.restype = None
     return library
 
@@ -71,7 +75,7 @@ class NativeAttention:
         self._step = _Step()
         self._current: StepContext | None = None
         self._shapes: dict[tuple[Any, ...], _Shape] = {}
-        self._layers: list[tuple[int, int]] = []
+        self._layers: list[_Cache] = []
         self._kv: torch.Tensor | None = None
 
     def attend(
@@ -94,13 +98,11 @@ class NativeAttention:
                 *shape_key[:3], window or 0, scaling, softcap or 0.0, DTYPES[query.dtype], DTYPES[step.kv.dtype]
             )
         output = torch.empty(query.shape, dtype=query.dtype)
-        keys, values = self._layers[layer]
         q, k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, key, value))
         self._paged_attention(
             ctypes.byref(self._step),
             ctypes.byref(shape),
-            keys,
-            values,
+            ctypes.byref(self._layers[layer]),
             q.data_ptr(),
             q.stride(0),
             q.stride(1),
@@ -118,7 +120,7 @@ class NativeAttention:
         self._current = step
         if step.kv is not self._kv:
             self._kv = step.kv
-            self._layers = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in step.kv]
+            self._layers = [_Cache(layer[0].data_ptr(), layer[1].data_ptr()) for layer in step.kv]
         self._step = _Step(
             step.query_starts.data_ptr(),
             step.context_lens.data_ptr(),

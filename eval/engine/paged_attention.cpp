@@ -2,7 +2,9 @@
 // own request's blocks. One idea: a work item is (a tile of queries of one request, one kv head); it walks the keys in
 // chunks of 64 with an online softmax (FlashAttention), all in float32, so decode and prefill are one path.
 //
-// Plain C interface (called through ctypes), GCC vector extensions (any instruction set), OpenMP threads (torch's own).
+// Plain C interface (called through ctypes), GCC vector extensions (any instruction set). What is in namespace `paged`
+// knows no threads, so that a file that includes this one can call it from a thread team of its own; the C function at
+// the end is an OpenMP loop around it.
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +12,7 @@
 #include <cstring>
 #include <vector>
 
+namespace paged {
 namespace {
 
 typedef float vec __attribute__((vector_size(64)));
@@ -119,6 +122,8 @@ inline void write_row(void* base, int64_t offset, int32_t dtype, int d, const fl
   }
 }
 
+struct Cache { void *keys, *values; };  // one layer's: [blocks, block_size, kv_heads, head_dim] in kv_dtype
+
 struct Tile { int32_t request, first, count; };  // queries [first, first + count) of the request's tokens in this step
 
 // The sums of 16 vectors, one per lane, in order: each level adds halves and keeps the groups side by side.
@@ -202,8 +207,9 @@ struct Scratch {
 };
 
 template <int V>
-void attend(const Step& s, const Shape& shape, const Tile& tile, int kv_head, const void* keys, const void* values,
-            const Rows& query, void* out) {
+void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& tile, int kv_head, const Rows& query,
+            void* out) {
+  const void *keys = cache.keys, *values = cache.values;
   const int d = shape.head_dim, padded = V * LANES, groups = shape.heads / shape.kv_heads;
   const int rows = tile.count * groups, padded_rows = (rows + LANES - 1) / LANES * LANES;
   static thread_local Scratch scratch;
@@ -299,7 +305,7 @@ void attend(const Step& s, const Shape& shape, const Tile& tile, int kv_head, co
   }
 }
 
-using Attend = void (*)(const Step&, const Shape&, const Tile&, int, const void*, const void*, const Rows&, void*);
+using Attend = void (*)(const Step&, const Shape&, const Cache&, const Tile&, int, const Rows&, void*);
 
 Attend attend_for(int head_dim) {
   switch ((head_dim + LANES - 1) / LANES) {
@@ -317,21 +323,8 @@ Attend attend_for(int head_dim) {
   }
 }
 
-}  // namespace
-
-
-// keys, values: one layer's cache [blocks, block_size, kv_heads, head_dim] in kv_dtype. query, key, value: the step's
-// tokens in dtype. out [tokens, heads, head_dim] in dtype, contiguous.
-extern "C" void paged_attention(const Step* step, const Shape* shape_in, void* keys, void* values, const void* query,
-                                int64_t query_token_stride, int64_t query_head_stride, const void* key,
-                                int64_t key_token_stride, int64_t key_head_stride, const void* value,
-                                int64_t value_token_stride, int64_t value_head_stride, void* out) {
-  const Step& s = *step;
-  const Shape& shape = *shape_in;
-  const Rows q{query, query_token_stride, query_head_stride};
-  const Attend attend_tile = attend_for(shape.head_dim);
-  static thread_local std::vector<Tile> tiles_of_thread;
-  std::vector<Tile>& tiles = tiles_of_thread;
+// The step's tiles, the same in every layer. A work item is a tile and a kv head: there are tiles x kv_heads of them.
+inline void list_tiles(const Step& s, std::vector<Tile>& tiles) {
   tiles.clear();
   for (int32_t r = 0; r < s.num_requests; r++) {
     const int32_t count = s.query_starts[r + 1] - s.query_starts[r];
@@ -339,23 +332,50 @@ extern "C" void paged_attention(const Step* step, const Shape* shape_in, void* k
     for (int32_t first = (count - 1) / QUERIES * QUERIES; first >= 0; first -= QUERIES)
       tiles.push_back({r, first, std::min(QUERIES, count - first)});
   }
-  const int64_t items = (int64_t)tiles.size() * shape.kv_heads;
-  const int d = shape.head_dim;
+}
 
-#pragma omp parallel num_threads(s.num_threads) if (s.num_threads > 1)
+// Writes key and value of the step's tokens [begin, end) to their slots.
+inline void write_tokens(const Step& s, const Shape& shape, const Cache& cache, const Rows& key, const Rows& value,
+                         int32_t begin, int32_t end) {
+  const int d = shape.head_dim;
+  float row[16 * LANES];
+  for (int32_t t = begin; t < end; t++)
+    for (int32_t h = 0; h < shape.kv_heads; h++) {
+      const int64_t to = (s.slots[t] * shape.kv_heads + h) * d;
+      read_row(key.data, t * key.token_stride + h * key.head_stride, shape.dtype, d, d, row);
+      write_row(cache.keys, to, shape.kv_dtype, d, row);
+      read_row(value.data, t * value.token_stride + h * value.head_stride, shape.dtype, d, d, row);
+      write_row(cache.values, to, shape.kv_dtype, d, row);
+    }
+}
+
+// Work item `item` of the step, once all of its keys and values are written. out [tokens, heads, head_dim] in dtype,
+// contiguous; an item writes the rows of its tile's queries in the heads that share its kv head.
+inline void attend_item(const Step& s, const Shape& shape, const Cache& cache, const std::vector<Tile>& tiles,
+                        int64_t item, const Rows& query, void* out) {
+  attend_for(shape.head_dim)(s, shape, cache, tiles[item / shape.kv_heads], item % shape.kv_heads, query, out);
+}
+
+}  // namespace
+}  // namespace paged
+
+// query, key, value: the step's tokens in dtype, [tokens, heads or kv_heads, head_dim].
+extern "C" void paged_attention(const paged::Step* step, const paged::Shape* shape, const paged::Cache* cache,
+                                const void* query, int64_t query_token_stride, int64_t query_head_stride,
+                                const void* key, int64_t key_token_stride, int64_t key_head_stride,
+                                const void* value, int64_t value_token_stride, int64_t value_head_stride, void* out) {
+  const paged::Rows q{query, query_token_stride, query_head_stride};
+  const paged::Rows k{key, key_token_stride, key_head_stride}, v{value, value_token_stride, value_head_stride};
+  static thread_local std::vector<paged::Tile> tiles_of_thread;
+  std::vector<paged::Tile>& tiles = tiles_of_thread;
+  paged::list_tiles(*step, tiles);
+  const int64_t items = (int64_t)tiles.size() * shape->kv_heads;
+
+#pragma omp parallel num_threads(step->num_threads) if (step->num_threads > 1)
   {
-    float row[16 * LANES];
 #pragma omp for schedule(static)
-    for (int32_t t = 0; t < s.num_tokens; t++)
-      for (int32_t h = 0; h < shape.kv_heads; h++) {
-        const int64_t to = (s.slots[t] * shape.kv_heads + h) * d;
-        read_row(key, t * key_token_stride + h * key_head_stride, shape.dtype, d, d, row);
-        write_row(keys, to, shape.kv_dtype, d, row);
-        read_row(value, t * value_token_stride + h * value_head_stride, shape.dtype, d, d, row);
-        write_row(values, to, shape.kv_dtype, d, row);
-      }
+    for (int32_t t = 0; t < step->num_tokens; t++) paged::write_tokens(*step, *shape, *cache, k, v, t, t + 1);
 #pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < items; item++)
-      attend_tile(s, shape, tiles[item / shape.kv_heads], item % shape.kv_heads, keys, values, q, out);
+    for (int64_t item = 0; item < items; item++) paged::attend_item(*step, *shape, *cache, tiles, item, q, out);
   }
 }

@@ -42,6 +42,22 @@ def test_second_load_compiles_nothing(tmp_path, monkeypatch):
     assert [command[1] for command in calls] == ["--version"]
 
 
+def test_a_changed_include_is_built_anew(tmp_path):
+    part = tmp_path / "parts" / "part.h"
+    part.parent.mkdir()
+    (part.parent / "middle.h").write_text('#pragma once\n#include "part.h"\n#include "../parts/middle.h"\n')
+    path = source(tmp_path, '#include "parts/middle.h"\nextern "C" int answer() { return ANSWER; }')
+    answers = []
+    for value in (1, 2):
+        part.write_text(f"#pragma once\n#define ANSWER {value}\n")
+        load_native.cache_clear()
+        library = load_native(path)
+        if library is None:
+            pytest.skip("no C++ compiler here")
+        answers.append(library.answer())
+    assert answers == [1, 2]
+
+
 def test_code_that_does_not_compile_is_one_warning(tmp_path):
     with pytest.warns(UserWarning, match=r"answer\.cpp could not be built"):
         assert load_native(source(tmp_path, "this is not C++")) is None

@@ -1,10 +1,13 @@
 """The native kernel computes what the plain torch backend computes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from eval.engine.attention import StepContext, TorchAttention
-from eval.engine.native_attention import NativeAttention, native_library, supports
+from eval.engine.native_attention import SOURCE, NativeAttention, native_library, supports
+from quantize.native_build import load_native
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -69,6 +72,47 @@ def test_native_equals_torch(library, dtype, kv_dtype, heads, kv_heads, head_dim
     actual = NativeAttention(library).attend(step, *case)
     assert torch.equal(kv, expected_kv)
     assert (actual.float() - expected.float()).abs().max() < BOUND[dtype]
+
+
+TEAM_OF_ITS_OWN = """
+#include <omp.h>
+#include "{source}"
+
+extern "C" void one_layer(const paged::Step* step, const paged::Shape* shape, const paged::Cache* cache,
+                          const void* query, int64_t qt, int64_t qh, const void* key, int64_t kt, int64_t kh,
+                          const void* value, int64_t vt, int64_t vh, void* out) {{
+  std::vector<paged::Tile> tiles;
+  paged::list_tiles(*step, tiles);
+  const int64_t items = tiles.size() * shape->kv_heads;
+#pragma omp parallel num_threads(3)
+  {{
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads(), tokens = step->num_tokens;
+    paged::write_tokens(*step, *shape, *cache, {{key, kt, kh}}, {{value, vt, vh}}, tokens * thread / threads,
+                        tokens * (thread + 1) / threads);
+#pragma omp barrier
+    for (int64_t item = thread; item < items; item += threads)
+      paged::attend_item(*step, *shape, *cache, tiles, item, {{query, qt, qh}}, out);
+  }}
+}}
+"""
+
+
+def test_the_parts_serve_a_thread_team_that_is_not_theirs(library, tmp_path, monkeypatch):
+    including = tmp_path / "team.cpp"
+    including.write_text(TEAM_OF_ITS_OWN.format(source=SOURCE))
+    monkeypatch.setenv("QUANTGATE_HOME", str(tmp_path))
+    team = load_native(including)
+    team.paged_attention = team.one_layer
+    team.paged_attention.argtypes = library.paged_attention.argtypes
+    team.paged_attention.restype = None
+    torch.manual_seed(0)
+    kv = torch.randn(1, 2, NUM_BLOCKS, BLOCK_SIZE, 3, 64)
+    rows = [torch.randn(sum(QUERY_LENS), heads, 64) for heads in (9, 3, 3)]
+    step = random_step(kv)
+    ours = replace(step, kv=kv.clone())
+    expected = NativeAttention(library).attend(ours, 0, *rows, 0.125, None, None)
+    assert torch.equal(NativeAttention(team).attend(step, 0, *rows, 0.125, None, None), expected)
+    assert torch.equal(step.kv, ours.kv)
 
 
 def test_keys_far_apart_in_size_stay_finite(library):
