@@ -4,10 +4,11 @@ Every side gets the same checkpoint and the same calibration tokens (the first 6
 are those of one process from its start to the checkpoint on the disk, imports and loading included: for ours
 `quantgate quantize`, for a peer the driver in the library's own environment. Every side runs once on two short windows
 first, so that code compiled on first use is compiled. The sides then alternate, in one order and in the reverse,
-`--repeats` times; medians are kept. Perplexity follows wikitext2_perplexity.py and is measured anew only where the
-weights differ. What foreign processes computed meanwhile stands beside each time. The file is written after every row,
-so a killed run keeps what it has. Run: python benchmarks/quantize_peers.py --data-dir DIR, after `quantgate external
-install` of llmcompressor and gptqmodel; DIR/wikitext2 holds test.txt and valid.txt.
+`--repeats` times, but those named by `--once` only in the last round; every time is kept, and their median. Perplexity
+follows wikitext2_perplexity.py and is measured anew only where the weights differ. What foreign processes computed
+meanwhile stands beside each time. The file is written after every row, so a killed run keeps what it has. Run: python
+benchmarks/quantize_peers.py --data-dir DIR, after `quantgate external install` of llmcompressor and gptqmodel;
+DIR/wikitext2 holds test.txt and valid.txt.
 """
 
 import argparse
@@ -56,6 +57,9 @@ class Side:
     @property
     def name(self) -> str:
         return f"{self.method}, {'symmetric' if self.symmetric else 'asymmetric'}"
+
+    def is_among(self, parts: list[str]) -> bool:
+        return any(part in self.name for part in parts)
 
 
 @dataclass(frozen=True)
@@ -176,11 +180,12 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=60, help="windows of 1024 tokens judged; 0: the whole text")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=[], help="run only sides whose name contains one of these")
+    parser.add_argument("--once", nargs="+", default=[], help="run sides whose name contains one of these once only")
     parser.add_argument("--out", type=Path, default=RESULTS / "quantize_peers.json")
     options = parser.parse_args()
     checkpoint = resolve_checkpoint(options.checkpoint)
     windows = options.windows or None
-    sides = [side for side in all_sides() if not options.only or any(part in side.name for part in options.only)]
+    sides = [side for side in all_sides() if not options.only or side.is_among(options.only)]
     needed = {external[0] for side in sides if (external := Recipe(side.method).plan.external)}
     missing = [name for name in sorted(needed) if not is_installed(LIBRARIES[name])]
     if missing:
@@ -192,6 +197,7 @@ def main() -> None:
             "checkpoint": options.checkpoint,
             "calibration": f"wikitext2/valid.txt, first {options.samples} x {options.sequence_length} tokens",
             "seconds": "one process from start to checkpoint, imports and loading included",
+            "repeats": {"each side": options.repeats, "once": options.once},
             "cores": usable_cores(),
             "quiet": f"at most {QUIET_CORES} foreign cores",
             "versions": {name: LIBRARIES[name].pins for name in sorted(needed)},
@@ -209,6 +215,8 @@ def main() -> None:
         bench = Bench(checkpoint, text, folder, options.samples, options.sequence_length)
         for number in range(options.repeats):
             for side in sides if number % 2 == 0 else reversed(sides):
+                if side.is_among(options.once) and number < options.repeats - 1:
+                    continue
                 row = document["rows"][side.name]
                 repeat(bench, side, row, options.data_dir, windows)
                 document["bars"] = bars(document["rows"], document["bf16"]["perplexity"])

@@ -246,8 +246,7 @@ def refuse_nonfinite(checkpoint: Checkpoint) -> Callable[[str, torch.Tensor], No
     """A visitor for `weights_digest` that names the first tensor with NaN or inf."""
 
     def visit(name: str, tensor: torch.Tensor) -> None:
-        # The extremes show NaN and inf alike, and are found much faster than by asking every value.
-        if tensor.is_floating_point() and tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
+        if tensor.is_floating_point() and tensor.numel() and not all_finite(tensor):
             what = "NaN" if torch.isnan(tensor).any() else "inf"
             raise QuantizeError(
                 f"{checkpoint.files[name]}: {name} holds {what}; such weights cannot be quantized, "
@@ -255,6 +254,11 @@ def refuse_nonfinite(checkpoint: Checkpoint) -> Callable[[str, torch.Tensor], No
             )
 
     return visit
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """The extremes show NaN and inf alike, and are found much faster than by asking every value."""
+    return bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
 
 
 def whole_numbers(file: Path, name: str, dtype: object) -> QuantizeError:

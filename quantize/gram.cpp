@@ -23,24 +23,24 @@ inline __m512bh both(__m512i bits) {
   return pairs;
 }
 
+inline __mmask32 first_lanes(int64_t count) {
+  return count >= 32 ? ~__mmask32(0) : count > 0 ? (__mmask32(1) << count) - 1 : 0;
+}
+
 // `Width` channels from `first` on of all token pairs, zeros beyond the last channel and the last token.
 template <int64_t Width>
 void pack(const uint16_t* x, int64_t tokens, int64_t channels, int64_t first, uint16_t* panel) {
-  const int64_t width = std::min(channels - first, Width);
+  alignas(64) uint16_t order[64];
+  for (int64_t place = 0; place < 64; ++place) order[place] = place % 2 * 32 + place / 2;
+  const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 32);
+  const __mmask32 there = first_lanes(std::min(channels - first, Width));
+  const __mmask32 low_part = first_lanes(std::min<int64_t>(2 * Width, 32)), high_part = first_lanes(2 * Width - 32);
   for (int64_t pair = 0; pair < PAIRS; ++pair, panel += Width * 2) {
-    uint16_t rows[2][Width] = {};
-    for (int64_t half = 0; half < 2; ++half) {
-      const uint16_t* row = x + (2 * pair + half) * channels + first;
-      if (2 * pair + half >= tokens) continue;
-      if (width == Width)
-        std::memcpy(rows[half], row, sizeof(rows[half]));
-      else
-        std::copy(row, row + width, rows[half]);
-    }
-    for (int64_t channel = 0; channel < Width; ++channel) {
-      panel[channel * 2] = rows[0][channel];
-      panel[channel * 2 + 1] = rows[1][channel];
-    }
+    const uint16_t* row = x + 2 * pair * channels + first;
+    const __m512i even = _mm512_maskz_loadu_epi16(2 * pair < tokens ? there : 0, row);
+    const __m512i odd = _mm512_maskz_loadu_epi16(2 * pair + 1 < tokens ? there : 0, row + channels);
+    _mm512_mask_storeu_epi16(panel, low_part, _mm512_permutex2var_epi16(even, low, odd));
+    if (high_part) _mm512_mask_storeu_epi16(panel + 32, high_part, _mm512_permutex2var_epi16(even, high, odd));
   }
 }
 
@@ -87,7 +87,7 @@ extern "C" void gram_add(const uint16_t* x, int64_t tokens, int64_t channels, fl
     for (int64_t panel = 0; panel < narrows; ++panel)
       pack<NARROW>(rows, count, channels, panel * NARROW, &narrow[panel * PAIRS * NARROW * 2]);
 #pragma omp for schedule(dynamic)
-    for (int64_t panel = 0; panel < wides; ++panel) {
+    for (int64_t panel = wides - 1; panel >= 0; --panel) {  // the longest first, so that no thread waits for one
       const int64_t column = panel * PANEL, width = std::min(channels - column, PANEL);
       for (int64_t other = 0; other * NARROW < column + width; ++other) {
         alignas(64) float tile[NARROW * PANEL];

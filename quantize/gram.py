@@ -146,11 +146,15 @@ def output_error(delta: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
 
 def relative_output_error(weight: torch.Tensor, approximation: torch.Tensor, gram: torch.Tensor) -> float:
     """‖WX − ŴX‖² / ‖WX‖², 0 when there is no output at all."""
-    signal = output_error(weight, gram).sum().item()
-    return output_error(weight - approximation, gram).sum().item() / signal if signal > 0 else 0.0
+    return share(output_error(weight - approximation, gram), output_error(weight, gram))
+
+
+def share(error: torch.Tensor, signal: torch.Tensor) -> float:
+    """The sum of one over the sum of the other, 0 where there is no signal."""
+    whole = signal.sum().item()
+    return error.sum().item() / whole if whole > 0 else 0.0
 
 
 def relative_weight_error(weight: torch.Tensor, approximation: torch.Tensor) -> float:
     """‖W − Ŵ‖² / ‖W‖², 0 for a weight of zeros."""
-    signal = weight.square().sum().item()
-    return (weight - approximation).square().sum().item() / signal if signal > 0 else 0.0
+    return share((weight - approximation).square(), weight.square())

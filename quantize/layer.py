@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quantize.formats.choose import FORMATS, Format
-from quantize.gram import relative_output_error, relative_weight_error
+from quantize.gram import output_error, relative_output_error, relative_weight_error, share
 from quantize.manifest import TOO_FEW, ModuleRecord
 from quantize.method import AWQ, CLIPPED, GPTQ, SMOOTHQUANT, Method
 from quantize.methods.awq import clip_and_round, search_scale
@@ -179,11 +179,12 @@ def round_seen(work: LayerWork, name: str, clip: bool) -> QuantizedModule:
     """A linear rounded column by column on its own, its groups' ranges cut for the least output error if `clip`."""
     begin = time.perf_counter()
     weight, gram, scheme, dtype = work.weights[name], work.grams[name], work.schemes[name], work.dtypes[name]
-    quantized, clipped = (
-        clip_and_round(weight, gram, scheme, dtype) if clip else (quantize_rtn(weight, scheme, dtype), 0)
-    )
-    quantized = work.form.storable(quantized)
-    error = relative_output_error(weight, dequantize(quantized, torch.float32), gram)
+    if clip:
+        found, clipped = clip_and_round(weight, gram, scheme, dtype)
+        quantized, error = stored_and_error(work, name, found.quantized, found.error, found.signal)
+    else:
+        quantized, clipped = work.form.storable(quantize_rtn(weight, scheme, dtype)), 0
+        error = relative_output_error(weight, dequantize(quantized, torch.float32), gram)
     dead = int((gram.diagonal() == 0).sum())
     work.spend(name, time.perf_counter() - begin)
     return QuantizedModule(quantized, error, "outputs", work.seconds[name], None, dead, clipped)
@@ -206,14 +207,15 @@ def gptq_linears(work: LayerWork, recipe: Recipe) -> dict[str, QuantizedModule]:
         seconds = (time.perf_counter() - begin) / len(names)
         start = 0
         for name in names:
-            weight = work.weights[name]
-            rows = slice(start, start + weight.shape[0])
+            rows = slice(start, start + work.weights[name].shape[0])
             start = rows.stop
-            quantized = work.form.storable(take_rows(outcome.quantized, rows))
+            quantized, error = stored_and_error(
+                work, name, take_rows(outcome.quantized, rows), outcome.error[rows], outcome.signal[rows]
+            )
             work.spend(name, seconds)
             results[name] = QuantizedModule(
                 quantized,
-                relative_output_error(weight, dequantize(quantized, torch.float32), gram),
+                error,
                 "outputs",
                 work.seconds[name],
                 outcome.fallback,
@@ -221,6 +223,17 @@ def gptq_linears(work: LayerWork, recipe: Recipe) -> dict[str, QuantizedModule]:
                 int(outcome.clipped[rows].sum()),
             )
     return results
+
+
+def stored_and_error(
+    work: LayerWork, name: str, quantized: QuantizedWeight, error: torch.Tensor, signal: torch.Tensor
+) -> tuple[QuantizedWeight, float]:
+    """The weight as the format stores it, and its relative output error: `error` and `signal` [N] are what is known of
+    `quantized`, so that a product with the second moments is only needed where the format changes it."""
+    stored = work.form.storable(quantized)
+    if stored is not quantized:
+        error = output_error(work.weights[name] - dequantize(stored, torch.float32), work.grams[name])
+    return stored, share(error, signal)
 
 
 def linear(layer: nn.Module, name: str) -> nn.Linear:

@@ -168,7 +168,7 @@ def calibrated_layer(
 
     A sequential method sees the states that quantized layers produce, and its own quantized weights produce the next
     ones. The others, as in their papers, see the states of the original model: they compensate nothing, so one pass per
-    layer is enough.
+    layer is enough. Nobody needs what the last layer puts out.
     """
     walk, plan = started_walk(work), work.recipe.plan
     layer = work.decoder.layers[index]
@@ -176,7 +176,8 @@ def calibrated_layer(
     recorder = InputRecorder(linears_of(layer), walk.sampled_every if plan.scaling == SMOOTHQUANT else None)
     try:
         fusions = proved_fusions(work, walk, index, layer) if plan.scaling else ()
-        if plan.is_sequential:
+        is_last = index + 1 == len(work.decoder.layers)
+        if plan.is_sequential or is_last:
             walk.observe(index, layer, recorder)
         else:
             walk.advance(index, layer, recorder)
@@ -185,7 +186,7 @@ def calibrated_layer(
             results, changed = quantize_layer(
                 layer, schemes, recorder.grams(), recorder.samples(), recorder.tokens(), fusions, work.recipe
             )
-        if plan.is_sequential and index + 1 < len(work.decoder.layers):
+        if plan.is_sequential and not is_last:
             for name, result in results.items():
                 put_weight(layer, name, result.quantized)
             walk.advance(index, layer)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quantize.causal_attention import FasterCausalAttention
-from quantize.checkpoint import Checkpoint
+from quantize.checkpoint import Checkpoint, all_finite
 from quantize.decoder import Decoder, load_own_tensors
 from quantize.errors import QuantizeError
 from quantize.gram import InputRecorder, InputsKnown
@@ -102,7 +102,7 @@ class Walk:
                 self.states[position] = self.run_layer(index, layer, state, position)
                 if recorder:
                     recorder.next_batch()
-                if not torch.isfinite(self.states[position]).all():
+                if not all_finite(self.states[position]):
                     name = self.decoder.layer_prefix(index)[:-1]
                     raise QuantizeError(
                         f"{name}: its outputs on the calibration text are not finite; try float32 weights"

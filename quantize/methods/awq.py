@@ -11,10 +11,9 @@ import torch
 
 from quantize.gram import output_error
 from quantize.methods.consumer import Consumer
-from quantize.methods.refit import refit_scales
+from quantize.methods.refit import Refitted, refit_scales
 from quantize.scheme import (
     Grid,
-    QuantizedWeight,
     Scheme,
     dequantize,
     grid_from_range,
@@ -116,7 +115,7 @@ def search_clip(weight: torch.Tensor, gram: torch.Tensor, scheme: Scheme, scale_
 
 def clip_and_round(
     weight: torch.Tensor, gram: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype
-) -> tuple[QuantizedWeight, int]:
+) -> tuple[Refitted, int]:
     """The scaled weight on its cut grid, its scales fitted to the codes, and how many groups were cut."""
     grid, clipped = search_clip(weight, gram, scheme, scale_dtype)
     return refit_scales(weight, gram, round_to_grid(weight, grid)), clipped

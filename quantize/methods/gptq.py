@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from quantize.methods.refit import refit_scales
+from quantize.gram import output_error
+from quantize.methods.refit import error_of, refit_scales
 from quantize.methods.search import search_grid
 from quantize.native_build import load_native
 from quantize.scheme import Grid, QuantizedWeight, Scheme, round_to_grid
@@ -26,10 +27,12 @@ LADDER = (1.0, 4.0, 16.0, 64.0)
 
 @dataclass(frozen=True)
 class GptqResult:
-    """`quantized` and how it came about. clipped bool [N, G]: groups whose range was cut. fallback: None, or why it was
-    rounded to nearest instead."""
+    """`quantized` and how it came about. error and signal [N] as in `Refitted`. clipped bool [N, G]: groups whose range
+    was cut. fallback: None, or why it was rounded to nearest instead."""
 
     quantized: QuantizedWeight
+    error: torch.Tensor
+    signal: torch.Tensor
     damp: float
     dead_columns: int
     clipped: torch.Tensor
@@ -55,7 +58,7 @@ def gptq(
     importance = torch.where(dead, diagonal.mean(), diagonal)
     if not torch.isfinite(gram).all() or dead_columns == len(dead):
         reason = "no calibration input reached it" if dead_columns == len(dead) else "its inputs are not finite"
-        return nearest(weight, torch.ones_like(diagonal), scheme, scale_dtype, dead_columns, reason)
+        return nearest(weight, gram, torch.ones_like(diagonal), scheme, scale_dtype, dead_columns, reason)
     if act_order:
         order = torch.argsort(importance, descending=True, stable=True)
     else:
@@ -67,10 +70,10 @@ def gptq(
             continue
         grid, clipped = search_grid(weight, rounding_costs(upper, order), scheme, scale_dtype)
         codes = compensate(weight, upper, grid, order)
-        quantized = refit_scales(weight, gram, QuantizedWeight(codes, grid.scale, grid.zero_point, scheme))
-        return GptqResult(quantized, share, dead_columns, clipped, None)
+        found = refit_scales(weight, gram, QuantizedWeight(codes, grid.scale, grid.zero_point, scheme))
+        return GptqResult(found.quantized, found.error, found.signal, share, dead_columns, clipped, None)
     reason = f"Cholesky failed up to damping {damp * LADDER[-1]:g}"
-    return nearest(weight, importance, scheme, scale_dtype, dead_columns, reason)
+    return nearest(weight, gram, importance, scheme, scale_dtype, dead_columns, reason)
 
 
 def rounding_costs(upper: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -84,6 +87,7 @@ def rounding_costs(upper: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def nearest(
     weight: torch.Tensor,
+    gram: torch.Tensor,
     importance: torch.Tensor,
     scheme: Scheme,
     scale_dtype: torch.dtype,
@@ -92,7 +96,8 @@ def nearest(
 ) -> GptqResult:
     grid, clipped = search_grid(weight, importance, scheme, scale_dtype)
     quantized = round_to_grid(weight, grid)
-    return GptqResult(quantized, 0.0, dead_columns, clipped, f"round to nearest: {reason}")
+    error, signal = error_of(quantized, weight, gram), output_error(weight, gram)
+    return GptqResult(quantized, error, signal, 0.0, dead_columns, clipped, f"round to nearest: {reason}")
 
 
 def inverse_factor(

@@ -5,7 +5,7 @@ c_g)ᵀ is quadratic in its scales s_g, one per group, so that its minimum is on
 A_gh = c_g H c_hᵀ and b_g = c_g H wᵀ.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,16 @@ RIDGE = 1e-6
 """Share of A's mean diagonal added to it: groups without inputs have no scale of their own to find."""
 
 
-def refit_scales(weight: torch.Tensor, gram: torch.Tensor, quantized: QuantizedWeight) -> QuantizedWeight:
+@dataclass(frozen=True)
+class Refitted:
+    """The weight, its output error and the outputs' own size, both [N], mean square per token."""
+
+    quantized: QuantizedWeight
+    error: torch.Tensor
+    signal: torch.Tensor
+
+
+def refit_scales(weight: torch.Tensor, gram: torch.Tensor, quantized: QuantizedWeight) -> Refitted:
     """`quantized` with the scales of least output error, stored in their old dtype. A row keeps its old scales where
     the new ones, once rounded, are no better, or one of them is not positive. `weight` float32 [N, K], `gram` [K,
     K]."""
@@ -27,7 +36,8 @@ def refit_scales(weight: torch.Tensor, gram: torch.Tensor, quantized: QuantizedW
     if quantized.zero_point is not None:
         points -= Grid(quantized.scale, quantized.zero_point, scheme).spread(inputs)[1]
     groups = grouped(points, scheme)
-    target = (grouped(weight @ gram, scheme) * groups).sum(dim=2)
+    moments = weight @ gram
+    target = (grouped(moments, scheme) * groups).sum(dim=2)
     count = inputs // width
     system = torch.empty(outputs, count, count, device=weight.device)
     for group in range(count):
@@ -39,8 +49,13 @@ def refit_scales(weight: torch.Tensor, gram: torch.Tensor, quantized: QuantizedW
     stored = scale.squeeze(2).to(quantized.scale.dtype)
     usable = torch.isfinite(stored) & (stored > 0)
     candidate = replace(quantized, scale=torch.where(usable, stored, quantized.scale))
-    better = error_of(candidate, weight, gram) < error_of(quantized, weight, gram)
-    return replace(quantized, scale=torch.where(better[:, None], candidate.scale, quantized.scale))
+    before, after = error_of(quantized, weight, gram), error_of(candidate, weight, gram)
+    better = after < before
+    return Refitted(
+        replace(quantized, scale=torch.where(better[:, None], candidate.scale, quantized.scale)),
+        torch.where(better, after, before),
+        (moments * weight).sum(dim=1).clamp(min=0.0),
+    )
 
 
 def error_of(quantized: QuantizedWeight, weight: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:

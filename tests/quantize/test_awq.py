@@ -151,8 +151,8 @@ def test_scale_and_clip_each_lower_the_output_error(seed):
     assert scaled < 0.8 * plain
     both = 0.0
     for weight in weights:
-        quantized, _ = clip_and_round(weight * scale, gram / torch.outer(scale, scale), scheme, torch.float32)
-        both += output_error(weight - dequantize(quantized) / scale, gram).sum().item()
+        found, _ = clip_and_round(weight * scale, gram / torch.outer(scale, scale), scheme, torch.float32)
+        both += output_error(weight - dequantize(found.quantized) / scale, gram).sum().item()
     assert both < scaled
 
 
