@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from eval.engine.kv_cache import KVCache
 from eval.errors import EvalError
 
 NAME = "quantgate_paged"
@@ -23,9 +24,9 @@ NAME = "quantgate_paged"
 class StepContext:
     """One step's flat batch of T tokens from R requests, in order. `query_starts` [R + 1], `context_lens` [R] (tokens
     of the request after this step) and `block_tables` [R, blocks] are int32, `slot_mapping` [T] int64: where each
-    token's key and value go. `kv` is the cache, [layers, 2, blocks, block_size, kv_heads, head_dim]."""
+    token's key and value go."""
 
-    kv: torch.Tensor
+    kv: KVCache
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
@@ -68,10 +69,8 @@ class TorchAttention:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        keys, values = step.kv[layer].flatten(1, 2)
-        keys[step.slot_mapping] = key.to(keys.dtype)
-        values[step.slot_mapping] = value.to(values.dtype)
-        block_size, groups = step.kv.shape[3], query.shape[1] // key.shape[1]
+        step.kv.write(layer, step.slot_mapping, key, value)
+        block_size, groups = step.kv.block_size, query.shape[1] // key.shape[1]
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts, lens = step.query_starts.tolist(), step.context_lens.tolist()
         for row, context_len in enumerate(lens):
@@ -79,8 +78,7 @@ class TorchAttention:
             offsets = torch.arange(block_size, device=blocks.device)
             slots = (blocks[:, None] * block_size + offsets).flatten()[:context_len]
             q = query[starts[row] : starts[row + 1]].float().transpose(0, 1)
-            k = keys[slots].float().transpose(0, 1).repeat_interleave(groups, dim=0)
-            v = values[slots].float().transpose(0, 1).repeat_interleave(groups, dim=0)
+            k, v = (rows.transpose(0, 1).repeat_interleave(groups, dim=0) for rows in step.kv.read(layer, slots))
             scores = q @ k.transpose(1, 2) * scaling
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)

@@ -10,15 +10,16 @@ from eval.errors import EvalError
 @dataclass(frozen=True)
 class EngineConfig:
     """`num_blocks` None: what `max_num_seqs` requests of `max_model_len` tokens need, within `kv_cache_bytes` (None:
-    see kv_cache.choose_num_blocks). `kv_dtype` None: the model's. `logits_bytes` bounds the logits of one step, and
-    with them how many tokens per step are scored. `attention_backend`: "auto", "native" or "torch"."""
+    see kv_cache.choose_num_blocks). `kv_dtype`: "auto" (the model's) or a name of kv_cache.KV_DTYPES. `logits_bytes`
+    bounds the logits of one step, and with them how many tokens per step are scored. `attention_backend`: "auto",
+    "native" or "torch"."""
 
     max_num_seqs: int = 64
     max_batched_tokens: int = 2048
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
-    kv_dtype: str | None = None
+    kv_dtype: str = "auto"
     scheduler_policy: str = "fcfs"
     prefix_caching: bool = True
     max_prefill_chunk: int | None = None

@@ -26,7 +26,7 @@ from eval.engine.identity import (
     resolve_kv_dtype,
     vocabulary_size,
 )
-from eval.engine.kv_cache import KV_DTYPES, allocate_kv, choose_num_blocks
+from eval.engine.kv_cache import MODEL_DTYPES, KVCache, choose_num_blocks
 from eval.engine.model_runner import ModelRunner, StepLogits, probe_geometry
 from eval.engine.native_linear import use_native_linears
 from eval.engine.outcomes import Completion, Outcome, Score, StepOutput, completion_of, take_samples, take_scores
@@ -91,7 +91,7 @@ class Engine:
             self.pool,
             root_hash(weights_digest, str(self._kv_dtype)),
         )
-        self._kv = allocate_kv(geometry, num_blocks, config.block_size, self._kv_dtype, model.device)
+        self._kv = KVCache.allocate(geometry, num_blocks, config.block_size, self._kv_dtype, model.device)
         self._block_bytes = geometry.block_bytes(config.block_size, self._kv_dtype)
         self._native_linears = use_native_linears(model)
         self._runner = ModelRunner(
@@ -120,9 +120,9 @@ class Engine:
         """The engine on a checkpoint folder; `options` are EngineConfig's fields. Raises QuantizeError for a bad
         checkpoint and EvalError for a bad option, each in one line."""
         config = EngineConfig.from_options(options)
-        if dtype != "auto" and dtype not in KV_DTYPES:
-            raise EvalError(f"dtype {dtype!r} is unknown: use auto, {', '.join(KV_DTYPES)}")
-        model = load_model(Path(path), device=device, dtype=None if dtype == "auto" else KV_DTYPES[dtype])
+        if dtype != "auto" and dtype not in MODEL_DTYPES:
+            raise EvalError(f"dtype {dtype!r} is unknown: use auto, {', '.join(MODEL_DTYPES)}")
+        model = load_model(Path(path), device=device, dtype=None if dtype == "auto" else MODEL_DTYPES[dtype])
         return cls(model, load_tokenizer(Path(path)), config, checkpoint_digests(Path(path)))
 
     # Requests one by one

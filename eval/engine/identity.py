@@ -34,11 +34,12 @@ def model_digest(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def resolve_kv_dtype(name: str | None, model_dtype: torch.dtype) -> torch.dtype:
-    if name is None:
+def resolve_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """What keys and values are kept in; "auto" is the model's dtype."""
+    if name == "auto":
         return model_dtype
     if name not in KV_DTYPES:
-        raise EvalError(f"kv_dtype {name!r} is unknown: use {', '.join(KV_DTYPES)}, or leave it to the model")
+        raise EvalError(f"kv_dtype {name!r} is unknown: use auto, {', '.join(KV_DTYPES)}")
     return KV_DTYPES[name]
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from eval.engine import attention
 from eval.engine.attention import AttentionBackend, LayerCall, StepContext
-from eval.engine.kv_cache import KVGeometry
+from eval.engine.kv_cache import KVCache, KVGeometry
 from eval.engine.request import Request
 from eval.engine.scheduler import StepPlan
 from eval.errors import EvalError
@@ -99,7 +99,7 @@ class ModelRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        kv: torch.Tensor,
+        kv: KVCache,
         backend: AttentionBackend,
         max_num_seqs: int,
         max_batched_tokens: int,
@@ -109,7 +109,7 @@ class ModelRunner:
         self.backend = backend
         self._kv = kv
         self._device = kv.device
-        self._block_size = kv.shape[3]
+        self._block_size = kv.block_size
         self._lengths = np.zeros(max_num_seqs, np.int64)
         self._last_tokens = np.zeros(max_num_seqs, np.int64)
         self._tables = np.zeros((max_num_seqs, -(-max_total_tokens // self._block_size)), np.int32)

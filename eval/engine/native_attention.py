@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from eval.engine.attention import StepContext
+from eval.engine.kv_cache import KVCache
 from quantize.native_build import load_native
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KV_DTYPES = DTYPES | {torch.int8: 3}
 SOURCE = Path(__file__).parent / "paged_attention.cpp"
 
 
@@ -45,7 +47,12 @@ class _Shape(ctypes.Structure):
 
 
 class _Cache(ctypes.Structure):
-    _fields_ = (("keys", ctypes.c_void_p), ("values", ctypes.c_void_p))
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("key_scales", ctypes.c_void_p),
+        ("value_scales", ctypes.c_void_p),
+    )
 
 
 def native_library() -> ctypes.CDLL | None:
@@ -62,11 +69,12 @@ def native_library() -> ctypes.CDLL | None:
 def supports(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel has this case; asked before it is built."""
     padded = -(-head_dim // 16)
-    return device.type == "cpu" and {dtype, kv_dtype} <= DTYPES.keys() and (padded <= 8 or padded in (12, 16))
+    known = dtype in DTYPES and kv_dtype in KV_DTYPES
+    return device.type == "cpu" and known and (padded <= 8 or padded in (12, 16))
 
 
 class NativeAttention:
-    """The kernel with float32 accumulation over float32 or bfloat16 keys and values."""
+    """The kernel with float32 accumulation over keys and values of any of KV_DTYPES."""
 
     name = "native-cpu"
 
@@ -76,7 +84,7 @@ class NativeAttention:
         self._current: StepContext | None = None
         self._shapes: dict[tuple[Any, ...], _Shape] = {}
         self._layers: list[_Cache] = []
-        self._kv: torch.Tensor | None = None
+        self._kv: KVCache | None = None
 
     def attend(
         self,
@@ -95,7 +103,7 @@ class NativeAttention:
         shape = self._shapes.get(shape_key)
         if shape is None:
             shape = self._shapes[shape_key] = _Shape(
-                *shape_key[:3], window or 0, scaling, softcap or 0.0, DTYPES[query.dtype], DTYPES[step.kv.dtype]
+                *shape_key[:3], window or 0, scaling, softcap or 0.0, DTYPES[query.dtype], KV_DTYPES[step.kv.dtype]
             )
         output = torch.empty(query.shape, dtype=query.dtype)
         q, k, v = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, key, value))
@@ -120,7 +128,11 @@ class NativeAttention:
         self._current = step
         if step.kv is not self._kv:
             self._kv = step.kv
-            self._layers = [_Cache(layer[0].data_ptr(), layer[1].data_ptr()) for layer in step.kv]
+            pointers = [
+                [part.data_ptr() for tensor in step.kv.tensors for part in tensor[layer]]
+                for layer in range(len(step.kv.blocks))
+            ]
+            self._layers = [_Cache(*layer) for layer in pointers]
         self._step = _Step(
             step.query_starts.data_ptr(),
             step.context_lens.data_ptr(),
@@ -129,6 +141,6 @@ class NativeAttention:
             step.block_tables.stride(0),
             step.context_lens.shape[0],
             step.slot_mapping.shape[0],
-            step.kv.shape[3],
+            step.kv.block_size,
             torch.get_num_threads(),
         )

@@ -12,6 +12,10 @@
 #include <cstring>
 #include <vector>
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 namespace paged {
 namespace {
 
@@ -19,6 +23,7 @@ typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));
 typedef uint32_t uvec __attribute__((vector_size(64)));
 typedef uint16_t hvec __attribute__((vector_size(32)));
+typedef int8_t bvec __attribute__((vector_size(16)));
 
 constexpr int LANES = 16;
 constexpr int KEYS = 64;      // keys per chunk
@@ -26,7 +31,7 @@ constexpr int QUERIES = 32;   // queries per tile
 constexpr int AHEAD = 8;      // keys to prefetch ahead of
 constexpr float MASKED = -1e30f;
 
-enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 };  // INT8: of a cache only
 
 inline vec load(const float* p) { vec x; memcpy(&x, p, sizeof x); return x; }
 inline void store(float* p, vec x) { memcpy(p, &x, sizeof x); }
@@ -43,6 +48,29 @@ inline uint16_t to_bf16(float x) {  // to nearest even
   uint32_t bits; memcpy(&bits, &x, 4);
   if ((bits & 0x7fffffff) > 0x7f800000) return (bits >> 16) | 0x40;
   return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+#ifdef __F16C__
+inline float from_f16(uint16_t h) { return _cvtsh_ss(h); }
+inline uint16_t to_f16(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+#else
+inline float from_f16(uint16_t h) { __fp16 x; memcpy(&x, &h, 2); return x; }
+inline uint16_t to_f16(float x) { __fp16 y = x; uint16_t h; memcpy(&h, &y, 2); return h; }
+#endif
+
+inline vec load_f16(const uint16_t* p) {
+#ifdef __AVX512F__
+  return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+  vec x;
+  for (int i = 0; i < LANES; i++) x[i] = from_f16(p[i]);
+  return x;
+#endif
+}
+
+inline vec load_int8(const int8_t* p) {
+  bvec b; memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(__builtin_convertvector(b, ivec), vec);
 }
 
 inline float sum(vec x) {
@@ -90,39 +118,96 @@ struct Rows {  // [tokens, heads, head_dim], strides in elements, the last one i
   int64_t token_stride, head_stride;
 };
 
-inline void read_row(const void* base, int64_t offset, int32_t dtype, int d, int padded, float* out) {
+// One type per dtype: how a vector and a single element are read.
+struct Float32 {
+  using element = float;
+  static vec read(const float* p) { return load(p); }
+  static float one(float x) { return x; }
+};
+struct Bfloat16 {
+  using element = uint16_t;
+  static vec read(const uint16_t* p) { return load_bf16(p); }
+  static float one(uint16_t x) { return from_bf16(x); }
+};
+struct Float16 {
+  using element = uint16_t;
+  static vec read(const uint16_t* p) { return load_f16(p); }
+  static float one(uint16_t x) { return from_f16(x); }
+};
+struct Int8 {  // codes: the scale is left to the caller
+  using element = int8_t;
+  static vec read(const int8_t* p) { return load_int8(p); }
+  static float one(int8_t x) { return x; }
+};
+
+template <typename Type>
+inline void read_row_of(const void* base, int64_t offset, int d, int padded, float* out) {
+  const auto* p = (const typename Type::element*)base + offset;
   int i = 0;
-  if (dtype == BFLOAT16) {
-    const uint16_t* p = (const uint16_t*)base + offset;
-    for (; i + LANES <= d; i += LANES) store(out + i, load_bf16(p + i));
-    for (; i < d; i++) out[i] = from_bf16(p[i]);
-  } else {
-    const float* p = (const float*)base + offset;
-    for (; i + LANES <= d; i += LANES) store(out + i, load(p + i));
-    for (; i < d; i++) out[i] = p[i];
-  }
+  for (; i + LANES <= d; i += LANES) store(out + i, Type::read(p + i));
+  for (; i < d; i++) out[i] = Type::one(p[i]);
   for (; i < padded; i++) out[i] = 0.0f;
+}
+
+inline void read_row(const void* base, int64_t offset, int32_t dtype, int d, int padded, float* out) {
+  switch (dtype) {
+    case BFLOAT16: return read_row_of<Bfloat16>(base, offset, d, padded, out);
+    case FLOAT16: return read_row_of<Float16>(base, offset, d, padded, out);
+    case INT8: return read_row_of<Int8>(base, offset, d, padded, out);
+    default: return read_row_of<Float32>(base, offset, d, padded, out);
+  }
+}
+
+inline void write_row(void* base, int64_t offset, int32_t dtype, int d, const float* in) {
+  uint16_t* p = (uint16_t*)base + offset;
+  switch (dtype) {
+    case BFLOAT16: for (int i = 0; i < d; i++) p[i] = to_bf16(in[i]); return;
+    case FLOAT16: for (int i = 0; i < d; i++) p[i] = to_f16(in[i]); return;
+    default: memcpy((float*)base + offset, in, d * sizeof(float));
+  }
 }
 
 // read_row of a whole number of vectors, without its loops.
 template <int V>
 inline void read_vectors(const void* base, int64_t offset, int32_t dtype, float* out) {
-  if (dtype == BFLOAT16)
-    for (int v = 0; v < V; v++) store(out + v * LANES, load_bf16((const uint16_t*)base + offset + v * LANES));
-  else
-    for (int v = 0; v < V; v++) store(out + v * LANES, load((const float*)base + offset + v * LANES));
-}
-
-inline void write_row(void* base, int64_t offset, int32_t dtype, int d, const float* in) {
-  if (dtype == BFLOAT16) {
-    uint16_t* p = (uint16_t*)base + offset;
-    for (int i = 0; i < d; i++) p[i] = to_bf16(in[i]);
-  } else {
-    memcpy((float*)base + offset, in, d * sizeof(float));
+  const auto copy = [&](auto type) {
+    const auto* p = (const typename decltype(type)::element*)base + offset;
+    for (int v = 0; v < V; v++) store(out + v * LANES, decltype(type)::read(p + v * LANES));
+  };
+  switch (dtype) {
+    case BFLOAT16: return copy(Bfloat16{});
+    case FLOAT16: return copy(Float16{});
+    case INT8: return copy(Int8{});
+    default: return copy(Float32{});
   }
 }
 
-struct Cache { void *keys, *values; };  // one layer's: [blocks, block_size, kv_heads, head_dim] in kv_dtype
+// Codes of a row whose padding to whole vectors is 0, symmetric in [-127, 127]; gives their scale. What is not finite
+// makes the scale so.
+inline float quantize_row(const float* in, int d, int8_t* codes) {
+  vec highest = {}, zero = {};
+  for (int i = 0; i < d; i += LANES) {
+    const vec x = load(in + i), size = x < 0.0f ? -x : x;
+    highest = highest > size ? highest : size;
+    zero += x * 0.0f;
+  }
+  float top = 0.0f;
+  for (int i = 0; i < LANES; i++) top = std::max(top, highest[i]);
+  const float scale = top / 127 + sum(zero), divisor = scale > 0 ? scale : 1.0f;
+  for (int i = 0; i < d; i += LANES) {
+    vec code = (load(in + i) / divisor + 12582912.0f) - 12582912.0f;  // to nearest even
+    code = code > -127.0f ? code : vec{} - 127.0f;
+    code = code < 127.0f ? code : vec{} + 127.0f;
+    const bvec bytes = __builtin_convertvector(__builtin_convertvector(code, ivec), bvec);
+    memcpy(codes + i, &bytes, std::min(LANES, d - i));
+  }
+  return scale;
+}
+
+struct Cache {                        // one layer's
+  void *keys, *values;                // [blocks, block_size, kv_heads, head_dim] in kv_dtype
+  float *key_scales, *value_scales;   // [blocks, block_size, kv_heads] where kv_dtype is INT8
+};
 
 struct Tile { int32_t request, first, count; };  // queries [first, first + count) of the request's tokens in this step
 
@@ -239,8 +324,8 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& t
   const int32_t end = before + tile.count;  // keys [begin, end) are seen by some query of the tile
   const int32_t begin = shape.window > 0 ? std::max(0, before - shape.window + 1) : 0;
   const bool few = rows < 8;
-  const int element = shape.kv_dtype == BFLOAT16 ? 2 : 4;
-  float one[16 * LANES];
+  const int element = shape.kv_dtype == INT8 ? 1 : shape.kv_dtype == FLOAT32 ? 4 : 2;
+  float one[16 * LANES], key_scale[KEYS], value_scale[KEYS];
   for (int32_t first = begin; first < end; first += KEYS) {
     const int count = std::min(KEYS, end - first);
     int32_t block = first / s.block_size, within = first % s.block_size;
@@ -261,6 +346,10 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& t
         read_row(values, offset, shape.kv_dtype, d, padded, v + j * padded);
         read_row(keys, offset, shape.kv_dtype, d, padded, key);
       }
+      if (shape.kv_dtype == INT8) {
+        key_scale[j] = cache.key_scales[slot * shape.kv_heads + kv_head];
+        value_scale[j] = cache.value_scales[slot * shape.kv_heads + kv_head];
+      }
       if (!few)
         for (int e = 0; e < d; e++) k[e * KEYS + j] = one[e];
     }
@@ -273,6 +362,8 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& t
     for (int r = 0; r < rows; r++) {
       float* row = scores + r * KEYS;
       const int32_t position = before + r / groups;
+      if (shape.kv_dtype == INT8)
+        for (int j = 0; j < count; j++) row[j] *= key_scale[j];
       if (shape.softcap > 0)
         for (int j = 0; j < count; j++) row[j] = shape.softcap * std::tanh(row[j] / shape.softcap);
       for (int j = count; j < KEYS; j++) row[j] = MASKED;
@@ -289,6 +380,8 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& t
         store(row + w, weight);
         sums += weight;
       }
+      if (shape.kv_dtype == INT8)
+        for (int j = 0; j < count; j++) row[j] *= value_scale[j];
       decay[r] = exp16(vec{} + (highest[r] - top))[0];
       total[r] = total[r] * decay[r] + sum(sums);
       highest[r] = top;
@@ -338,14 +431,19 @@ inline void list_tiles(const Step& s, std::vector<Tile>& tiles) {
 inline void write_tokens(const Step& s, const Shape& shape, const Cache& cache, const Rows& key, const Rows& value,
                          int32_t begin, int32_t end) {
   const int d = shape.head_dim;
-  float row[16 * LANES];
+  const auto write = [&](const Rows& rows, int32_t t, int32_t h, void* codes, float* scales) {
+    float row[16 * LANES];
+    const int64_t to = s.slots[t] * shape.kv_heads + h;
+    read_row(rows.data, t * rows.token_stride + h * rows.head_stride, shape.dtype, d, (d + LANES - 1) / LANES * LANES, row);
+    if (shape.kv_dtype == INT8)
+      scales[to] = quantize_row(row, d, (int8_t*)codes + to * d);
+    else
+      write_row(codes, to * d, shape.kv_dtype, d, row);
+  };
   for (int32_t t = begin; t < end; t++)
     for (int32_t h = 0; h < shape.kv_heads; h++) {
-      const int64_t to = (s.slots[t] * shape.kv_heads + h) * d;
-      read_row(key.data, t * key.token_stride + h * key.head_stride, shape.dtype, d, d, row);
-      write_row(cache.keys, to, shape.kv_dtype, d, row);
-      read_row(value.data, t * value.token_stride + h * value.head_stride, shape.dtype, d, d, row);
-      write_row(cache.values, to, shape.kv_dtype, d, row);
+      write(key, t, h, cache.keys, cache.key_scales);
+      write(value, t, h, cache.values, cache.value_scales);
     }
 }
 

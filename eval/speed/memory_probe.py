@@ -10,7 +10,7 @@ import gc
 import re
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +26,13 @@ def process_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
-def activation_peak_bytes(probe: Callable[[], object], kv_cache: torch.Tensor) -> int | None:
+def activation_peak_bytes(probe: Callable[[], object], kv_cache: Sequence[torch.Tensor]) -> int | None:
     """Peak bytes that running `probe` takes beyond what was held before it; None where the kernel does not say.
 
-    Lowers the mark that `process_peak_bytes` reads, so ask for that first.
+    `kv_cache`: the tensors whose pages are not activations. Lowers the mark that `process_peak_bytes` reads, so ask for
+    that first.
     """
-    if kv_cache.is_cuda:
+    if kv_cache[0].is_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -44,9 +45,9 @@ def activation_peak_bytes(probe: Callable[[], object], kv_cache: torch.Tensor) -
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return None
-    resident, touched = _status("VmRSS"), resident_bytes(kv_cache)
+    resident, touched = _status("VmRSS"), _resident_bytes(kv_cache)
     probe()
-    peak, touched_after = _status("VmHWM"), resident_bytes(kv_cache)
+    peak, touched_after = _status("VmHWM"), _resident_bytes(kv_cache)
     if resident is None or peak is None or touched is None or touched_after is None:
         return None
     return max(0, peak - resident - (touched_after - touched))
@@ -64,6 +65,11 @@ def resident_bytes(tensor: torch.Tensor) -> int | None:
     except OSError:
         return None
     return int(np.count_nonzero(entries >> np.uint64(63))) * page
+
+
+def _resident_bytes(tensors: Sequence[torch.Tensor]) -> int | None:
+    sizes = [size for tensor in tensors if (size := resident_bytes(tensor)) is not None]
+    return sum(sizes) if len(sizes) == len(tensors) else None
 
 
 def _status(key: str) -> int | None:

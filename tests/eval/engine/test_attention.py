@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eval.engine.attention import StepContext, TorchAttention
+from eval.engine.kv_cache import KVCache, KVGeometry
 from eval.engine.native_attention import SOURCE, NativeAttention, native_library, supports
 from quantize.native_build import load_native
 
@@ -16,8 +17,21 @@ CONTEXT_LENS = [1, 130, 50, 40, 230]
 
 SHAPES = [(9, 3, 64), (4, 1, 128), (4, 4, 20), (2, 2, 256), (32, 4, 80)]
 
-# float32 sums in another order: 230 terms of size 1. bfloat16 outputs below 4 round by 2^-8 of themselves.
-BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2}
+# float32 sums in another order: 230 terms of size 1. Outputs below 4 round by 2^-8 (bfloat16) or 2^-11 of themselves.
+BOUND = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+def random_cache(layers, kv_heads, head_dim, dtype):
+    """Filled with tokens of an earlier step, as rows of random sizes."""
+    cache = KVCache.allocate(KVGeometry(layers, kv_heads, head_dim), NUM_BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu"))
+    for layer in range(layers):
+        rows = torch.randn(2, NUM_BLOCKS * BLOCK_SIZE, kv_heads, head_dim)
+        cache.write(layer, torch.arange(NUM_BLOCKS * BLOCK_SIZE), *rows)
+    return cache
+
+
+def copy_of(cache):
+    return KVCache(*(tensor.clone() for tensor in cache.tensors))
 
 
 def random_step(kv):
@@ -53,12 +67,19 @@ def library():
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.int8),
+        (torch.bfloat16, torch.int8),
+    ],
 )
 def test_native_equals_torch(library, dtype, kv_dtype, heads, kv_heads, head_dim, window, softcap):
     torch.manual_seed(0)
-    kv = torch.randn(2, 2, NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim).to(kv_dtype)
-    expected_kv = kv.clone()
+    kv = random_cache(2, kv_heads, head_dim, kv_dtype)
+    expected_kv = copy_of(kv)
     tokens = sum(QUERY_LENS)
     query = torch.randn(tokens, heads, head_dim).to(dtype)
     # transformers hands over transposed views: the kernel must follow the strides.
@@ -66,11 +87,10 @@ def test_native_equals_torch(library, dtype, kv_dtype, heads, kv_heads, head_dim
     value = torch.randn(tokens, kv_heads, head_dim).to(dtype)
     torch.manual_seed(1)
     step = random_step(kv)
-    expected_step = StepContext(expected_kv, step.query_starts, step.context_lens, step.block_tables, step.slot_mapping)
     case = (1, query, key, value, head_dim**-0.5, window, softcap)
-    expected = TorchAttention().attend(expected_step, *case)
+    expected = TorchAttention().attend(replace(step, kv=expected_kv), *case)
     actual = NativeAttention(library).attend(step, *case)
-    assert torch.equal(kv, expected_kv)
+    assert all(map(torch.equal, kv.tensors, expected_kv.tensors))
     assert (actual.float() - expected.float()).abs().max() < BOUND[dtype]
 
 
@@ -97,7 +117,8 @@ extern "C" void one_layer(const paged::Step* step, const paged::Shape* shape, co
 """
 
 
-def test_the_parts_serve_a_thread_team_that_is_not_theirs(library, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_the_parts_serve_a_thread_team_that_is_not_theirs(kv_dtype, library, tmp_path, monkeypatch):
     including = tmp_path / "team.cpp"
     including.write_text(TEAM_OF_ITS_OWN.format(source=SOURCE))
     monkeypatch.setenv("QUANTGATE_HOME", str(tmp_path))
@@ -106,17 +127,17 @@ def test_the_parts_serve_a_thread_team_that_is_not_theirs(library, tmp_path, mon
     team.paged_attention.argtypes = library.paged_attention.argtypes
     team.paged_attention.restype = None
     torch.manual_seed(0)
-    kv = torch.randn(1, 2, NUM_BLOCKS, BLOCK_SIZE, 3, 64)
+    kv = random_cache(1, 3, 64, kv_dtype)
     rows = [torch.randn(sum(QUERY_LENS), heads, 64) for heads in (9, 3, 3)]
     step = random_step(kv)
-    ours = replace(step, kv=kv.clone())
+    ours = replace(step, kv=copy_of(kv))
     expected = NativeAttention(library).attend(ours, 0, *rows, 0.125, None, None)
     assert torch.equal(NativeAttention(team).attend(step, 0, *rows, 0.125, None, None), expected)
-    assert torch.equal(step.kv, ours.kv)
+    assert all(map(torch.equal, step.kv.tensors, ours.kv.tensors))
 
 
 def test_keys_far_apart_in_size_stay_finite(library):
-    kv = torch.zeros(1, 2, 8, BLOCK_SIZE, 1, 16)
+    kv = KVCache(torch.zeros(1, 2, 8, BLOCK_SIZE, 1, 16))
     step = StepContext(
         kv,
         torch.tensor([0, 100], dtype=torch.int32),
@@ -134,6 +155,7 @@ def test_keys_far_apart_in_size_stay_finite(library):
 def test_cases_without_a_kernel_are_known_beforehand():
     cpu = torch.device("cpu")
     assert supports(64, torch.bfloat16, torch.bfloat16, cpu)
-    assert not supports(64, torch.float16, torch.float16, cpu)
+    assert supports(64, torch.float32, torch.int8, cpu)
+    assert not supports(64, torch.float64, torch.float64, cpu)
     assert not supports(200, torch.float32, torch.float32, cpu)
     assert not supports(64, torch.bfloat16, torch.bfloat16, torch.device("meta"))
