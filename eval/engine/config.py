@@ -12,7 +12,8 @@ class EngineConfig:
     """`num_blocks` None: what `max_num_seqs` requests of `max_model_len` tokens need, within `kv_cache_bytes` (None:
     see kv_cache.choose_num_blocks). `kv_dtype`: "auto" (the model's) or a name of kv_cache.KV_DTYPES. `logits_bytes`
     bounds the logits of one step, and with them how many tokens per step are scored. `attention_backend`: "auto",
-    "native" or "torch"."""
+    "native" or "torch". `speculative`: None or "prompt-lookup", which drafts up to `speculative_tokens` tokens per
+    request and step."""
 
     max_num_seqs: int = 64
     max_batched_tokens: int = 2048
@@ -26,6 +27,8 @@ class EngineConfig:
     max_model_len: int | None = None
     logits_bytes: int = 64 * 2**20
     attention_backend: str = "auto"
+    speculative: str | None = None
+    speculative_tokens: int = 4
 
     def __post_init__(self) -> None:
         for field in fields(self):

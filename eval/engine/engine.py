@@ -34,6 +34,7 @@ from eval.engine.prompts import Prompt, encode, encode_pair, load_tokenizer
 from eval.engine.request import Request, SamplingParams
 from eval.engine.sampler import sample_each
 from eval.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
+from eval.engine.speculative import PROMPT_LOOKUP, PromptLookup, Speculator
 from eval.engine.telemetry import StepRecord, Telemetry
 from eval.errors import EvalError
 from quantize.load import load_model, numerics
@@ -103,6 +104,11 @@ class Engine:
             self._context,
         )
         self._stop_ids = end_of_sequence_ids(model)
+        self._speculator: Speculator | None = None
+        if config.speculative == PROMPT_LOOKUP:
+            self._speculator = PromptLookup(config.speculative_tokens)
+        elif config.speculative is not None:
+            raise EvalError(f"speculative {config.speculative!r} is unknown: use {PROMPT_LOOKUP}, or leave it out")
         self._requests: dict[str, Request] = {}
         self._undelivered: list[StepOutput] = []
         self._sequence = 0
@@ -163,19 +169,25 @@ class Engine:
         """Run one step. One output per request that got a token or ended."""
         outputs, self._undelivered = self._undelivered, []
         evictions = self.pool.evictions
+        started = time.perf_counter()
+        if self._speculator is not None:
+            self._speculator.propose([request for request in self.scheduler.running if request.is_decoding])
         plan = self.scheduler.schedule()
         if plan.num_tokens == 0:
             return outputs
-        started = time.perf_counter()
         for chunk in plan.prefills:
             if chunk.request.first_scheduled is None:
                 chunk.request.first_scheduled = started
         used_blocks = self.pool.num_used
         active = len(self.scheduler.running)
+        decode_tokens = len(plan.decodes)
         try:
             result = self._runner.execute(plan)
             self.scheduler.advance(plan)
-            outputs += [self._settle(outcome) for outcome in self._outcomes(result)]
+            for outcome in self._outcomes(result):
+                if outcome.drafted:
+                    decode_tokens += len(outcome.new_token_ids)
+                outputs.append(self._settle(outcome))
         except BaseException as error:
             # The plan's blocks are named but hold nothing sure: nobody may find them.
             self.pool.forget_all()
@@ -186,7 +198,7 @@ class Engine:
             if not isinstance(error, Exception):
                 self._undelivered = outputs
                 raise
-        self._record_step(plan, started, active, used_blocks, self.pool.evictions - evictions)
+        self._record_step(plan, started, active, used_blocks, self.pool.evictions - evictions, decode_tokens)
         return outputs
 
     @property
@@ -277,6 +289,8 @@ class Engine:
             "max_batched_tokens": self.config.max_batched_tokens,
             "prefix_caching": self.config.prefix_caching,
             "scheduler_policy": self.config.scheduler_policy,
+            "speculative": self.config.speculative,
+            "speculative_tokens": self.config.speculative_tokens if self.config.speculative else None,
         }
 
     def memory(self) -> dict[str, int]:
@@ -293,10 +307,16 @@ class Engine:
 
     def _outcomes(self, result: StepLogits) -> Iterator[Outcome]:
         if result.sampled:
-            sampled = sample_each(result.logits[: len(result.sampled)], result.sampled, self._stop_ids)
-            self._runner.remember(result.sampled, sampled.token_ids)
+            sampled = sample_each(result.logits[: len(result.sampled)], result.sampled, self._stop_ids, result.ahead)
             now = time.perf_counter()
-            yield from take_samples(sampled, result.sampled, self._stop_ids, self.tokenizer, now)
+            outcomes = list(take_samples(sampled, result.sampled, self._stop_ids, self.tokenizer, now))
+            for outcome in outcomes:
+                if len(outcome.new_token_ids) > 1:
+                    self.scheduler.accept(outcome.request, len(outcome.new_token_ids) - 1)
+                if outcome.drafted:
+                    self.telemetry.speculation.add(outcome.drafted, outcome.accepted)
+            self._runner.remember([outcome.request for outcome in outcomes])
+            yield from outcomes
         yield from take_scores(result)
 
     def _settle(self, outcome: Outcome) -> StepOutput:
@@ -305,7 +325,9 @@ class Engine:
             self._finish(request, outcome.reason, outcome.error)
         return StepOutput(request.request_id, outcome.new_token_ids, outcome.reason is not None, outcome.reason)
 
-    def _record_step(self, plan: StepPlan, started: float, active: int, used_blocks: int, evictions: int) -> None:
+    def _record_step(
+        self, plan: StepPlan, started: float, active: int, used_blocks: int, evictions: int, decode_tokens: int
+    ) -> None:
         seconds = time.perf_counter() - started
         contexts = [request.num_computed_tokens for request in plan.requests()]
         self.telemetry.steps.append(
@@ -317,7 +339,7 @@ class Engine:
                 waiting_queue=self.scheduler.num_waiting,
                 scheduler_policy=self.config.scheduler_policy,
                 prefill_tokens=plan.prefill_tokens,
-                decode_tokens=len(plan.decodes),
+                decode_tokens=decode_tokens,
                 step_ms=1e3 * seconds,
                 kv_cache_bytes=used_blocks * self._block_bytes,
                 block_usage=used_blocks / self.pool.num_blocks,
@@ -325,7 +347,7 @@ class Engine:
                 reuse_rate=plan.prefix_hit_tokens / plan.prefix_queried_tokens if plan.prefix_queried_tokens else None,
                 max_context=max(contexts),
                 attention_backend=self._runner.backend.name,
-                tokens_per_second=plan.num_tokens / seconds,
+                tokens_per_second=(plan.prefill_tokens + decode_tokens) / seconds,
             )
         )
         self._step += 1

@@ -84,11 +84,13 @@ def _geometry_of(calls: list[LayerCall], name: str, config: object) -> KVGeometr
 
 @dataclass(frozen=True)
 class StepLogits:
-    """`logits` [rows, vocabulary]: first one row per request in `sampled`, then each scored chunk's rows:
-    (request, first position, count)."""
+    """`logits` [rows, vocabulary]: first one row per entry of `sampled`, then each scored chunk's rows: (request, first
+    position, count). A request with drafts is in `sampled` once for its next token and once per draft; `ahead` says how
+    many of its drafts a row takes for granted."""
 
     logits: torch.Tensor
     sampled: list[Request]
+    ahead: list[int]
     scored: list[tuple[Request, int, int]]
 
 
@@ -126,12 +128,15 @@ class ModelRunner:
         rows = self._fill_decodes(plan)
         logit_rows = list(range(len(plan.decodes)))
         sampled, scored = list(plan.decodes), []
+        ahead = [0] * len(plan.decodes)
         token = len(plan.decodes)
         scored_rows: list[int] = []
-        for index, chunk in enumerate(plan.prefills, start=len(plan.decodes)):
+        for index, chunk in enumerate((*plan.speculative, *plan.prefills), start=len(plan.decodes)):
             request, start, end = chunk.request, chunk.start, chunk.start + chunk.count
             after = token + chunk.count
-            self._token_ids[token:after] = request.token_ids[start:end]
+            drafts = request.draft_token_ids
+            self._token_ids[token : after - len(drafts)] = request.token_ids[start:end]
+            self._token_ids[after - len(drafts) : after] = drafts
             positions = np.arange(start, end)
             self._positions[token:after] = positions
             blocks = self._tables[request.row, positions // self._block_size].astype(np.int64)
@@ -147,15 +152,18 @@ class ModelRunner:
                 scored_rows += range(after - wanted, after)
                 scored.append((request, end - wanted, wanted))
             elif wanted:
-                logit_rows.append(after - 1)
-                sampled.append(request)
+                logit_rows += range(after - wanted, after)
+                sampled += [request] * wanted
+                ahead += range(wanted)
             token = after
         logits = self._forward(token, rows, logit_rows + scored_rows)
-        return StepLogits(logits, sampled, scored)
+        return StepLogits(logits, sampled, ahead, scored)
 
-    def remember(self, requests: list[Request], token_ids: list[int]) -> None:
-        """The tokens that were sampled: the next decode step starts from them."""
-        self._last_tokens[[request.row for request in requests]] = token_ids
+    def remember(self, requests: list[Request]) -> None:
+        """The next decode step starts from these running requests' newest tokens."""
+        rows = [request.row for request in requests]
+        self._last_tokens[rows] = [request.token_ids[-1] for request in requests]
+        self._lengths[rows] = [request.num_computed_tokens for request in requests]
 
     def _fill_decodes(self, plan: StepPlan) -> list[int]:
         rows = [request.row for request in plan.decodes]

@@ -51,36 +51,65 @@ class Score:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request in a step; `reason` is None while it goes on."""
+    """What became of one request in a step; `reason` is None while it goes on. Of its `drafted` tokens the first
+    `accepted` came true."""
 
     request: Request
     new_token_ids: list[int]
     reason: str | None
     error: str | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 def take_samples(
     sampled: Sampled, requests: list[Request], stop_ids: frozenset[int], tokenizer: Any, now: float
 ) -> Iterator[Outcome]:
-    """Append each row's token to its request. `now`: seconds, on the requests' clock."""
-    for request, token_id, logprobs, error in zip(
-        requests, sampled.token_ids, sampled.logprobs, sampled.errors, strict=True
-    ):
-        if error is not None:
-            yield Outcome(request, [], "error", error)
-            continue
-        request.token_ids.append(token_id)
-        request.last_token = now
-        if request.first_token is None:
-            request.first_token = now
-        if logprobs is not None:
-            request.logprobs.append(logprobs)
-        try:
-            reason = finish_reason_after_token(request, stop_ids, tokenizer)
-        except Exception as failure:
-            yield Outcome(request, [token_id], "error", f"{type(failure).__name__}: {failure}")
-            continue
-        yield Outcome(request, [token_id], reason)
+    """Append each row's token to its request, up to the first draft that did not come true: the rows after it took it
+    for granted. `now`: seconds, on the requests' clock."""
+    row = 0
+    while row < len(requests):
+        request = requests[row]
+        drafts, request.draft_token_ids = request.draft_token_ids, []
+        new: list[int] = []
+        accepted = 0
+        reason = error = None
+        for place in range(row, row + 1 + len(drafts)):
+            reason, error = _take_token(sampled, place, request, stop_ids, tokenizer, now, new)
+            came_true = len(new) > accepted and accepted < len(drafts) and new[-1] == drafts[accepted]
+            accepted += came_true
+            if reason is not None or not came_true:
+                break
+        request.drafted_tokens += len(drafts)
+        request.accepted_tokens += accepted
+        yield Outcome(request, new, reason, error, len(drafts), accepted)
+        row += 1 + len(drafts)
+
+
+def _take_token(
+    sampled: Sampled,
+    row: int,
+    request: Request,
+    stop_ids: frozenset[int],
+    tokenizer: Any,
+    now: float,
+    new: list[int],
+) -> tuple[str | None, str | None]:
+    """Append the row's token to its request and to `new`; (finish reason, error), both None while it goes on."""
+    if sampled.errors[row] is not None:
+        return "error", sampled.errors[row]
+    new.append(sampled.token_ids[row])
+    request.token_ids.append(sampled.token_ids[row])
+    request.last_token = now
+    if request.first_token is None:
+        request.first_token = now
+    logprobs = sampled.logprobs[row]
+    if logprobs is not None:
+        request.logprobs.append(logprobs)
+    try:
+        return finish_reason_after_token(request, stop_ids, tokenizer), None
+    except Exception as failure:
+        return "error", f"{type(failure).__name__}: {failure}"
 
 
 def take_scores(result: StepLogits) -> Iterator[Outcome]:

@@ -1,8 +1,8 @@
 """A request: its tokens, how to sample them, and how far its KV cache has come.
 
 The one idea: a request is a list of tokens and a count of those already computed. Whatever happens to it (a prefill
-chunk, a prefix-cache hit, a decode step, preemption and resumption) only moves `num_computed_tokens` towards
-`num_tokens`. Torch-free, so that scheduling is tested with plain values.
+chunk, a prefix-cache hit, a decode step with or without drafts, preemption and resumption) only moves
+`num_computed_tokens` towards `num_tokens`. Torch-free, so that scheduling is tested with plain values.
 """
 
 import math
@@ -84,6 +84,8 @@ class Status(Enum):
 class Request:
     """One request's state. Invariants: `num_computed_tokens <= num_tokens`; while RUNNING it owns
     ceil(num_computed_tokens / block_size) blocks or more and a `row` of the step's tables; otherwise neither.
+    `draft_token_ids` are guesses at the tokens after `token_ids`, which the next step computes along; only a request
+    whose next token is all that is missing has any.
 
     A scoring request carries `targets`: the token that follows each prompt position from `first_scored` on. It samples
     nothing and ends when its prompt is computed."""
@@ -104,6 +106,10 @@ class Request:
 
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
+    draft_token_ids: list[int] = field(default_factory=list)
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    uniforms: list[float] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     row: int = -1
@@ -119,6 +125,18 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         self.random = random.Random(self.params.seed)
+
+    def uniform(self, index: int) -> float:
+        """The number in [0, 1) that decides output token `index`. It is the same however often it is asked for, so what
+        becomes of a draft uses up no randomness."""
+        while len(self.uniforms) <= index:
+            self.uniforms.append(self.random.random())
+        return self.uniforms[index]
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all but its newest token, which it sampled itself, is computed."""
+        return self.num_tokens - self.num_computed_tokens == 1 and self.num_output_tokens > 0
 
     @property
     def num_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """From logits to tokens and logprobs.
 
 The one idea: every row is treated alone. A sampled row is decided by one number in [0, 1) that its request's own
-generator draws, looked up in the row's cumulative distribution, so a seeded request gives the same tokens in any
-company and after any preemption.
+generator draws for that place in its output, looked up in the row's cumulative distribution, so a seeded request gives
+the same tokens in any company, after any preemption, and whatever was drafted.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,22 @@ class Sampled:
     errors: list[str | None]
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request], stop_ids: frozenset[int]) -> Sampled:
-    """One token per request from `logits` [requests, vocabulary], which stay as they are. `stop_ids`: the model's own
+def sample(
+    logits: torch.Tensor, requests: Sequence[Request], stop_ids: frozenset[int], ahead: Sequence[int] = ()
+) -> Sampled:
+    """One token per row of `logits` [rows, vocabulary], which stay as they are. `requests`: whose row each is; `ahead`:
+    how many of its request's drafts each row takes for output (none, when it is empty). `stop_ids`: the model's own
     end-of-sequence ids, which a request below its `min_tokens` cannot choose. Logprobs are those of the logits."""
-    given = logits
-    adjusted = [row for row, request in enumerate(requests) if request.params.penalises or _is_too_short(request)]
+    given, ahead = logits, ahead or [0] * len(requests)
+    adjusted = [
+        row for row, request in enumerate(requests) if request.params.penalises or _is_too_short(request, ahead[row])
+    ]
     if adjusted:
         logits = logits.clone()
     for row in adjusted:
-        _penalise(logits[row], requests[row])
-        _ban_stops(logits[row], requests[row], stop_ids)
+        _penalise(logits[row], requests[row], ahead[row])
+        if _is_too_short(requests[row], ahead[row]):
+            _ban_stops(logits[row], requests[row], stop_ids)
     best, greedy = logits.max(dim=-1)
     token_ids: list[int] = greedy.tolist()
     errors: list[str | None] = [
@@ -45,7 +51,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], stop_ids: frozense
     for ordered in (False, True):
         rows = [row for row, request in enumerate(requests) if not errors[row] and _is_random(request, ordered)]
         if rows:
-            drawn = _draw(logits[rows].float(), [requests[row] for row in rows], ordered)
+            drawn = _draw(logits[rows].float(), [requests[row] for row in rows], [ahead[row] for row in rows], ordered)
             for row, token_id in zip(rows, drawn.tolist(), strict=True):
                 token_ids[row] = token_id
     logprobs: list[TokenLogprobs | None] = [None] * len(requests)
@@ -55,17 +61,19 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], stop_ids: frozense
     return Sampled(token_ids, logprobs, errors)
 
 
-def sample_each(logits: torch.Tensor, requests: Sequence[Request], stop_ids: frozenset[int]) -> Sampled:
+def sample_each(
+    logits: torch.Tensor, requests: Sequence[Request], stop_ids: frozenset[int], ahead: Sequence[int] = ()
+) -> Sampled:
     """`sample`, where an exception ends only the request whose row raises it."""
     try:
-        return sample(logits, requests, stop_ids)
+        return sample(logits, requests, stop_ids, ahead)
     except Exception:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         errors: list[str | None] = []
         for row, request in enumerate(requests):
             try:
-                one = sample(logits[row : row + 1], [request], stop_ids)
+                one = sample(logits[row : row + 1], [request], stop_ids, ahead[row : row + 1])
             except Exception as failure:
                 one = Sampled([0], [None], [f"{type(failure).__name__}: {failure}"])
             token_ids += one.token_ids
@@ -74,27 +82,28 @@ def sample_each(logits: torch.Tensor, requests: Sequence[Request], stop_ids: fro
         return Sampled(token_ids, logprobs, errors)
 
 
-def _is_too_short(request: Request) -> bool:
-    return request.num_output_tokens < request.params.min_tokens
+def _is_too_short(request: Request, ahead: int) -> bool:
+    return request.num_output_tokens + ahead < request.params.min_tokens
 
 
 def _ban_stops(logits: torch.Tensor, request: Request, stop_ids: frozenset[int]) -> None:
-    """Takes what would end a request below its `min_tokens` out of its row of logits [vocabulary], in place."""
-    if _is_too_short(request):
-        banned = [*request.params.stop_token_ids, *(() if request.params.ignore_eos else stop_ids)]
-        if banned:
-            logits[banned] = -torch.inf
+    """Takes what would end the request out of its row of logits [vocabulary], in place."""
+    banned = [*request.params.stop_token_ids, *(() if request.params.ignore_eos else stop_ids)]
+    if banned:
+        logits[banned] = -torch.inf
 
 
-def _penalise(logits: torch.Tensor, request: Request) -> None:
-    """Applies the request's penalties to its row of logits [vocabulary], in place."""
-    params = request.params
+def _penalise(logits: torch.Tensor, request: Request, ahead: int = 0) -> None:
+    """Applies the request's penalties to its row of logits [vocabulary], in place; its first `ahead` drafts count as
+    output."""
+    params, drafts = request.params, request.draft_token_ids[:ahead]
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(request.token_ids, device=logits.device).unique()
+        seen = torch.tensor(request.token_ids + drafts, device=logits.device).unique()
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if request.num_output_tokens and (params.presence_penalty or params.frequency_penalty):
-        output = torch.tensor(request.output_token_ids, device=logits.device)
+    output_ids = request.output_token_ids + drafts
+    if output_ids and (params.presence_penalty or params.frequency_penalty):
+        output = torch.tensor(output_ids, device=logits.device)
         seen, counts = output.unique(return_counts=True)
         logits[seen] -= params.presence_penalty + params.frequency_penalty * counts
 
@@ -106,7 +115,7 @@ def _is_random(request: Request, ordered: bool) -> bool:
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1) == ordered
 
 
-def _draw(logits: torch.Tensor, requests: list[Request], ordered: bool) -> torch.Tensor:
+def _draw(logits: torch.Tensor, requests: list[Request], ahead: list[int], ordered: bool) -> torch.Tensor:
     """Token ids [rows] by inverse transform sampling from the filtered distribution of `logits` [rows, vocabulary];
     `ordered`: with top-k and top-p."""
 
@@ -131,7 +140,9 @@ def _draw(logits: torch.Tensor, requests: list[Request], ordered: bool) -> torch
         keep &= before < column([p.top_p for p in params]) * kept.sum(dim=-1, keepdim=True)
         keep[:, 0] = True
     cumulative = probabilities.masked_fill(~keep, 0.0).cumsum(dim=-1)
-    uniform = column([request.random.random() for request in requests])
+    uniform = column(
+        [request.uniform(request.num_output_tokens + drafts) for request, drafts in zip(requests, ahead, strict=True)]
+    )
     chosen = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     # uniform < 1, but the product may round up to the total: then the last kept token is meant.
     last_kept = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)

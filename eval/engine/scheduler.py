@@ -1,8 +1,9 @@
 """Which tokens run in the next step.
 
-The one idea: there are no phases. Each request's computed tokens catch up with prompt + output, under one budget of
-tokens per step; chunked prefill, prefix-cache hits, preemption (computed back to zero, outputs kept) and resumption
-all follow from that. Decoding requests go first, since each of them wants one token only. Torch-free.
+The one idea: there are no phases. Each request's computed tokens catch up with prompt + output + draft, under one
+budget of tokens per step; chunked prefill, prefix-cache hits, speculation, preemption (computed back to zero, outputs
+kept) and resumption all follow from that. Decoding requests go first, since each of them wants one token only; drafts
+go last: they are bets, made with what nobody else wanted of the step. Torch-free.
 """
 
 import heapq
@@ -63,10 +64,12 @@ class Chunk:
 
 @dataclass
 class StepPlan:
-    """One step: `decodes` take one token each and come first in the flat batch, then `prefills`. `tables_changed` are
-    the requests whose block table is new or has grown."""
+    """One step: `decodes` take one token each and come first in the flat batch, then `speculative`, which take their
+    next token and their drafts, then `prefills`. `tables_changed` are the requests whose block table is new or has
+    grown."""
 
     decodes: list[Request] = field(default_factory=list)
+    speculative: list[Chunk] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
     tables_changed: list[Request] = field(default_factory=list)
     preempted: int = 0
@@ -79,11 +82,11 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + self.prefill_tokens
+        return len(self.decodes) + sum(chunk.count for chunk in self.speculative) + self.prefill_tokens
 
     def requests(self) -> Iterator[Request]:
         yield from self.decodes
-        for chunk in self.prefills:
+        for chunk in (*self.speculative, *self.prefills):
             yield chunk.request
 
 
@@ -131,20 +134,30 @@ class Scheduler:
         tokens_left = self.config.max_batched_tokens - len(plan.decodes)
         rows_left = self.config.max_logit_rows - len(plan.decodes)
         for request in self.running:
-            if request.num_tokens - request.num_computed_tokens > 1 or request.num_output_tokens == 0:
+            if not request.is_decoding:
                 count = self._chunk_size(request, request.num_computed_tokens, tokens_left, rows_left)
                 if count > 0:
                     tokens_left, rows_left = self._schedule_chunk(plan, request, count, tokens_left, rows_left)
         if plan.preempted == 0:
-            self._admit(plan, tokens_left, rows_left)
+            tokens_left, rows_left = self._admit(plan, tokens_left, rows_left)
+        self._schedule_drafts(plan, min(tokens_left, rows_left))
         return plan
 
     def advance(self, plan: StepPlan) -> None:
-        """The plan's tokens are in the cache now."""
+        """The plan's tokens are in the cache now; its drafts may be, and count from `accept` on."""
         for request in plan.decodes:
             request.num_computed_tokens += 1
+        for chunk in plan.speculative:
+            chunk.request.num_computed_tokens += 1
         for chunk in plan.prefills:
             chunk.request.num_computed_tokens += chunk.count
+
+    def accept(self, request: Request, count: int) -> None:
+        """The first `count` drafts of the last plan turned out to be the request's tokens: what was computed of them
+        holds, and the blocks that they fill may be found. The slots of the others will be written again."""
+        start = request.num_computed_tokens
+        request.num_computed_tokens += count
+        self._name_full_blocks(request, start, request.num_computed_tokens)
 
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """End a request in any state and give its blocks back."""
@@ -168,7 +181,7 @@ class Scheduler:
         while index < len(self.running):
             request = self.running[index]
             index += 1
-            if request.num_tokens - request.num_computed_tokens != 1 or request.num_output_tokens == 0:
+            if not request.is_decoding:
                 continue
             if len(request.block_ids) * self.config.block_size < request.num_tokens:
                 while self.pool.num_free == 0 and request.status is Status.RUNNING:
@@ -181,7 +194,27 @@ class Scheduler:
             plan.decodes.append(request)
             self._name_full_blocks(request, request.num_tokens - 1, request.num_tokens)
 
-    def _admit(self, plan: StepPlan, tokens_left: int, rows_left: int) -> None:
+    def _schedule_drafts(self, plan: StepPlan, left: int) -> None:
+        """Let decoding requests compute their drafts along, within `left` tokens and rows of logits and the blocks that
+        are free: a draft preempts nobody. What finds no room is dropped."""
+        plain = []
+        for request in plan.decodes:
+            room = len(request.block_ids) * self.config.block_size - request.num_tokens
+            wanted = min(len(request.draft_token_ids), left)
+            blocks = min(self._blocks_for(max(0, wanted - room)), self.pool.num_free)
+            count = min(wanted, room + blocks * self.config.block_size)
+            del request.draft_token_ids[count:]
+            if count == 0:
+                plain.append(request)
+                continue
+            if blocks:
+                request.block_ids += self.pool.allocate(blocks)
+                plan.tables_changed.append(request)
+            plan.speculative.append(Chunk(request, request.num_tokens - 1, 1 + count))
+            left -= count
+        plan.decodes = plain
+
+    def _admit(self, plan: StepPlan, tokens_left: int, rows_left: int) -> tuple[int, int]:
         watermark = max(1, round(self.config.watermark * self.pool.num_blocks))
         while tokens_left > 0 and len(self.running) < self.config.max_num_seqs and self._drop_finished():
             request = self._waiting[0][1]
@@ -194,7 +227,7 @@ class Scheduler:
             reserve = watermark if self.running else 0
             count = self._chunk_size(request, start, tokens_left, rows_left)
             if self.pool.num_free_after(hits) - needed < reserve or count == 0:
-                return
+                break
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
             self.pool.share(hits)
@@ -210,6 +243,7 @@ class Scheduler:
             insort(self.running, request, key=self._order)
             plan.tables_changed.append(request)
             tokens_left, rows_left = self._schedule_chunk(plan, request, count, tokens_left, rows_left)
+        return tokens_left, rows_left
 
     def _chunk_size(self, request: Request, start: int, tokens_left: int, rows_left: int) -> int:
         count = min(request.num_tokens - start, tokens_left)
@@ -239,6 +273,7 @@ class Scheduler:
         self._stop_running(request)
         request.status = Status.PREEMPTED
         request.num_computed_tokens = 0
+        request.draft_token_ids = []
         request.preemptions += 1
         self._enqueue(request)
 

@@ -38,7 +38,8 @@ class RequestRecord:
 class StepRecord:
     """`batch_size` counts the requests that ran, `active_sequences` those that hold blocks; `kv_cache_bytes` is in
     use, `block_usage` its share of the cache; `reuse_rate` is the prefix-cache share of the prompt tokens admitted
-    in this step (None when none were)."""
+    in this step (None when none were). `decode_tokens` are those that decoding requests were given; a rejected draft is
+    none."""
 
     step: int
     time: float
@@ -59,16 +60,53 @@ class StepRecord:
 
 
 @dataclass
+class Speculation:
+    """What became of drafts. `drafted[i]` counts those that had a token at place i, `accepted[i]` those whose tokens
+    came true up to that place."""
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """One draft of `drafted` tokens, of which the first `accepted` came true."""
+        for counts, length in ((self.drafted, drafted), (self.accepted, accepted)):
+            counts += [0] * (drafted - len(counts))
+            for place in range(length):
+                counts[place] += 1
+
+    @property
+    def drafts(self) -> int:
+        return self.drafted[0] if self.drafted else 0
+
+    @property
+    def accept_rate(self) -> float | None:
+        """Accepted tokens / drafted tokens; None without drafts."""
+        return sum(self.accepted) / sum(self.drafted) if self.drafted else None
+
+    @property
+    def accept_rate_per_position(self) -> list[float]:
+        return [accepted / drafted for accepted, drafted in zip(self.accepted, self.drafted, strict=True)]
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """1 + accepted tokens / drafts: the tokens that a step with a draft gives a request (vLLM's "mean acceptance
+        length"); None without drafts."""
+        return 1 + sum(self.accepted) / self.drafts if self.drafted else None
+
+
+@dataclass
 class Telemetry:
     """Grows by one record per step and per request until `clear`."""
 
     variant: str = ""
     requests: list[RequestRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    speculation: Speculation = field(default_factory=Speculation)
 
     def clear(self) -> None:
         self.requests.clear()
         self.steps.clear()
+        self.speculation = Speculation()
 
     def record_request(self, request: Request, finished: float, engine_version: str) -> None:
         """`finished`: seconds on the clock that the request's times were read from."""
@@ -94,7 +132,9 @@ class Telemetry:
                 prompt_cache_hit=request.prompt_cache_hit or 0,
                 priority_class=request.priority,
                 preemptions=request.preemptions,
-                speculative_accept_rate=None,
+                speculative_accept_rate=(
+                    request.accepted_tokens / request.drafted_tokens if request.drafted_tokens else None
+                ),
                 finish_reason=request.finish_reason or "",
                 error=request.error,
             )

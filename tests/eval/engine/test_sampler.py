@@ -62,6 +62,7 @@ def test_seeded_request_does_not_see_its_companions():
         for step in range(30):
             logits[0] = torch.randn(50, generator=torch.Generator().manual_seed(1000 + step))
             result.append(sample(logits, [mine, *others], NO_STOPS).token_ids[0])
+            mine.token_ids.append(result[-1])
         return result
 
     assert tokens(0) == tokens(1) == tokens(9)
@@ -86,6 +87,18 @@ def test_logprobs_are_those_of_the_model_at_temperature_one():
     logprobs = sampled.logprobs[0]
     assert logprobs.logprob == pytest.approx(expected[logprobs.token_id].item(), abs=1e-6)
     assert [token for token, _ in logprobs.top] == [0, 1]
+
+
+def test_a_row_behind_drafts_is_sampled_as_if_they_had_come():
+    fields = {"temperature": 1.0, "seed": 5, "frequency_penalty": 1.0, "min_tokens": 2, "max_tokens": 9}
+    drafted = request_with(**fields, stop_token_ids=(4,))
+    drafted.draft_token_ids = [2, 5, 0]
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+    rows = sample(logits, [drafted] * 4, NO_STOPS, range(4)).token_ids
+    for place in range(4):
+        plain = request_with(**fields, stop_token_ids=(4,))
+        plain.token_ids += [2, 5, 0][:place]
+        assert sample(logits[place : place + 1], [plain], NO_STOPS).token_ids == [rows[place]]
 
 
 def test_not_finite_logits_fail_their_row_only():

@@ -26,10 +26,22 @@ def request_of(length, max_tokens=8, sequence=0, first_token=1, **fields):
     return Request(f"r{sequence}", tokens, SamplingParams(max_tokens=max_tokens), sequence=sequence, **fields)
 
 
-def run_step(scheduler):
-    """Schedule a step and let every request that is complete sample a token, as the engine does."""
+def run_step(scheduler, drafts=0, accepted=0):
+    """Schedule a step and let every request that is complete sample a token, as the engine does. Decoding requests
+    get `drafts` drafts, of which `accepted` come true."""
+    for request in scheduler.running:
+        if request.is_decoding:
+            left = request.params.max_tokens - request.num_output_tokens - 1
+            request.draft_token_ids = [7] * min(drafts, left)
     plan = scheduler.schedule()
+    assert plan.num_tokens <= scheduler.config.max_batched_tokens
     scheduler.advance(plan)
+    for chunk in plan.speculative:
+        request = chunk.request
+        true = min(accepted, len(request.draft_token_ids))
+        request.token_ids += request.draft_token_ids[:true]
+        request.draft_token_ids = []
+        scheduler.accept(request, true)
     for request in list(plan.requests()):
         if request.targets is not None:
             request.scored += [0.0] * (request.num_computed_tokens - request.first_scored - len(request.scored))
@@ -188,12 +200,47 @@ def test_unknown_policy_is_refused():
         scheduler_with(policy="lifo")
 
 
+def test_drafts_take_what_the_step_has_left():
+    scheduler = scheduler_with(max_batched_tokens=10, max_logit_rows=8)
+    for sequence in range(3):
+        scheduler.add(request_of(3, max_tokens=20, sequence=sequence, first_token=10 * sequence))
+    run_step(scheduler)
+    scheduler.add(request_of(4, sequence=3, first_token=60))
+    plan = run_step(scheduler, drafts=4)
+    # Three decodes and a prompt of four leave three tokens: the first in policy order gets them.
+    assert [(chunk.start, chunk.count) for chunk in plan.speculative] == [(3, 4)]
+    assert [request.request_id for request in plan.decodes] == ["r1", "r2"]
+    assert plan.prefill_tokens == 4
+
+
+def test_drafts_preempt_nobody():
+    scheduler = scheduler_with(num_blocks=5, watermark=0.0)
+    for sequence in range(2):
+        scheduler.add(request_of(6, max_tokens=9, sequence=sequence, first_token=20 * sequence))
+    run_step(scheduler)
+    plan = run_step(scheduler, drafts=4)
+    assert plan.preempted == 0
+    # The first takes the last free block; the second has the slot beside its next token.
+    assert [(chunk.start, chunk.count) for chunk in plan.speculative] == [(6, 5), (6, 2)]
+
+
+def test_accepted_drafts_name_the_blocks_they_fill_and_rejected_ones_do_not():
+    scheduler = scheduler_with(max_batched_tokens=64)
+    scheduler.add(request_of(3, max_tokens=20))
+    run_step(scheduler)
+    run_step(scheduler, drafts=8, accepted=2)
+    [request] = scheduler.running
+    assert (request.num_tokens, request.num_computed_tokens) == (7, 6)
+    assert len(scheduler.pool._block_of) == 1
+    assert len(request.block_hashes) == 1
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(1, 24), st.integers(1, 10), st.integers(0, 3)),
         st.tuples(st.just("score"), st.integers(2, 24), st.integers(1, 20), st.integers(0, 3)),
         st.tuples(st.just("abort"), st.integers(0, 30)),
-        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("step"), st.integers(1, 6), st.integers(0, 5), st.integers(0, 5)),
     ),
     max_size=40,
 )
@@ -225,9 +272,9 @@ def test_no_schedule_loses_a_block(events, num_blocks, chunk, policy, prefix_cac
             case ("abort", index) if index < len(requests):
                 if not requests[index].finished:
                     scheduler.finish(requests[index], "abort")
-            case ("step", count):
+            case ("step", count, drafts, accepted):
                 for _ in range(count):
-                    run_step(scheduler)
+                    run_step(scheduler, drafts, accepted)
         scheduler.check_integrity()
     finish_order(scheduler, requests)
     scheduler.check_integrity()
