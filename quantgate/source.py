@@ -63,6 +63,9 @@ def _from_hub(reference: str, progress: Progress | None) -> Path:
         return Path(snapshot_download(reference, allow_patterns=patterns))
     except Exception as error:
         why = str(error).splitlines()[0]
+        here = Path(reference).parent
+        found = f"{here} has no {Path(reference).name}" if here.is_dir() else f"there is no folder {here}"
         raise FrontDoorError(
-            f"{reference} is not a local folder and the hub did not give it ({why}): check the spelling or the network"
+            f"no such checkpoint: {reference}: {found} here, and the hub did not give it ({why}); "
+            "check the spelling or the network"
         ) from error

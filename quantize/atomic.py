@@ -53,6 +53,16 @@ def atomic_directory(
         os.close(lock)
 
 
+def refuse_unwritable(out: Path, error: type[Exception] = QuantizeError) -> None:
+    """Raises `error` with one line where `atomic_directory` could not begin: what it does first is done, and undone."""
+    out = Path(os.path.abspath(out))
+    partial = out.with_name(out.name + ".partial")
+    with one_line_os_errors(out, error):
+        os.close(lock_directory(partial, out, error))
+        if not any(partial.iterdir()):
+            partial.rmdir()
+
+
 @contextmanager
 def atomic_file(out: Path) -> Iterator[Path]:
     """Yields `OUT.partial`, an empty file; at a clean end it becomes `OUT`, after an error it is gone. What a killed

@@ -8,7 +8,7 @@ calibration states.
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quantize.atomic import atomic_directory, one_line_os_errors, write_atomically
+from quantize.atomic import atomic_directory, one_line_os_errors, refuse_existing, refuse_unwritable, write_atomically
 from quantize.bnb import quantize_with_bitsandbytes
 from quantize.calibration import Calibration, calibrate, rarity
 from quantize.checkpoint import CONFIG, INDEX, Checkpoint, refuse_nonfinite
@@ -27,6 +27,7 @@ from quantize.experts import SplitExperts, for_every_expert, with_one_expert
 from quantize.external.run import quantize_externally
 from quantize.fingerprint import fingerprint, finished_before, versions
 from quantize.formats.choose import FORMATS, Format
+from quantize.formats.half import refuse_large_weight
 from quantize.gram import InputRecorder
 from quantize.heap import return_freed_memory
 from quantize.journal import Entry, Journal, file_digest
@@ -98,7 +99,7 @@ def quantize_checkpoint(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     steps = len(decoder.layers) + 1
     tell("checking the source", 0, steps)
-    source_digest = checkpoint.weights_digest(refuse_nonfinite(checkpoint))
+    source_digest = checkpoint.weights_digest(checks_of_weights(checkpoint, targets, recipe.format))
     text = calibrate(checkpoint, recipe, calibration) if recipe.plan.is_calibrated else None
     identity = fingerprint(checkpoint, recipe, text, place, source_digest)
     with one_line_os_errors(Path(out)):
@@ -124,6 +125,29 @@ def quantize_checkpoint(
         journal.close()
     tell("done", steps, steps)
     return manifest
+
+
+def checks_of_weights(checkpoint: Checkpoint, targets: Targets, form: str) -> Callable[[str, torch.Tensor], None]:
+    """A visitor for `weights_digest` that refuses what no method could quantize into the format."""
+    refuse = refuse_nonfinite(checkpoint)
+
+    def visit(name: str, tensor: torch.Tensor) -> None:
+        refuse(name, tensor)
+        scheme = targets.schemes.get(name.removesuffix(".weight"))
+        if FORMATS[form].is_half and scheme is not None and name.endswith(".weight"):
+            largest = max(abs(extreme) for extreme in torch.stack(tensor.aminmax()).tolist())
+            refuse_large_weight(name, largest, scheme, form)
+
+    return visit
+
+
+def refuse_wrong_out(out: Path | str) -> None:
+    """What `quantize_checkpoint` would say of OUT, for those who compute something else first. The result of an earlier
+    run is left for it to judge. Raises QuantizeError."""
+    with one_line_os_errors(Path(out)):
+        if not (Path(out) / MANIFEST).is_file():
+            refuse_existing(Path(out), QuantizeError)
+    refuse_unwritable(Path(out))
 
 
 def started_walk(work: Work) -> Walk:

@@ -6,6 +6,7 @@ checkpoints.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -135,7 +136,9 @@ def check(recipe: Recipe, where: str) -> None:
     """Types and ranges of single fields."""
     if method_named(recipe.method) is None:
         known = EXTERNAL_METHODS if str(recipe.method).startswith("external") else METHODS | BITSANDBYTES_METHODS
-        raise QuantizeError(f"{where}: method: {recipe.method!r} is unknown; one of {', '.join(known)}")
+        close = get_close_matches(str(recipe.method), known, n=1)
+        meant = f"did you mean {close[0]}? One" if close else "one"
+        raise QuantizeError(f"{where}: method: {recipe.method!r} is unknown; {meant} of {', '.join(known)}")
     for name, low in (("samples", 1), ("sequence_length", 2), ("seed", 0)):
         value = getattr(recipe, name)
         if not is_int(value) or value < low:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quantize.causal_attention import FasterCausalAttention
-from quantize.checkpoint import Checkpoint, all_finite
+from quantize.checkpoint import Checkpoint, all_finite, one_line
 from quantize.decoder import Decoder, load_own_tensors
 from quantize.errors import QuantizeError
 from quantize.gram import InputRecorder, InputsKnown
@@ -128,14 +128,21 @@ class Walk:
     def _layer_arguments(self, ids: torch.Tensor, state: torch.Tensor) -> list[Arguments]:
         """What each layer is called with beside the hidden states, for this batch: masks and positions, and in some
         models what depends on the very tokens (Gemma 4's per-layer inputs)."""
+        failures: list[Exception] = []
         for returns_tuple in (self.returns_tuple, not self.returns_tuple):
             try:
                 arguments = self._stubbed_pass(ids, state, returns_tuple)
-            except (WrongReturnType, TypeError, AttributeError, IndexError, ValueError, RuntimeError):
+            except (WrongReturnType, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as failure:
+                failures.append(failure)
                 continue
             self.returns_tuple = returns_tuple
             return arguments
-        raise QuantizeError(f"{type(self.decoder.model).__name__}: does not hand hidden states from layer to layer")
+        # The first try is in the way that worked for the batches before.
+        cause = next((failure for failure in failures if not isinstance(failure, WrongReturnType)), failures[0])
+        said = "" if isinstance(cause, WrongReturnType) else f" ({type(cause).__name__}: {one_line(cause)[:200]})"
+        raise QuantizeError(
+            f"{type(self.decoder.model).__name__}: does not hand hidden states from layer to layer{said}"
+        ) from cause
 
     def _stubbed_pass(self, ids: torch.Tensor, state: torch.Tensor, returns_tuple: bool) -> list[Arguments]:
         arguments: list[Arguments] = []

@@ -9,7 +9,8 @@ from quantgate.commands.options import JsonOption
 from quantgate.screen import Screen
 
 external_app = typer.Typer(
-    help="Other quantizers (AutoAWQ, AutoGPTQ, GPTQModel, llm-compressor), each in a virtual environment of its own.",
+    help="Other quantizers (AutoAWQ, AutoGPTQ, GPTQModel, llm-compressor), each in an environment of its own.\n\n"
+    "Example: quantgate external install llmcompressor, then quantize with --method external:llmcompressor:gptq",
     no_args_is_help=True,
 )
 

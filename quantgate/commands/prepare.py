@@ -108,9 +108,11 @@ def quantize_command(
         raise FrontDoorError("--target-bits and --target-kl choose a mixture: add --auto")
     if auto:
         from quantize.mixed_precision import check_target, mixed_recipe
+        from quantize.pipeline import refuse_wrong_out
         from quantize.sensitivity import measure_sensitivity
 
         check_target(chosen, target_bits, target_kl)
+        refuse_wrong_out(out)
     with screen.staged_progress(2 if auto else 1) as begin:
         progress = begin("sensitivity" if auto else "")
         source = resolve_checkpoint(checkpoint, progress)

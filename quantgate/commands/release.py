@@ -10,7 +10,8 @@ from quantgate.commands.options import ActorOption, JsonOption
 from quantgate.screen import Screen
 
 release_app = typer.Typer(
-    help="Submit, show, approve or reject a candidate; every act is one line in a hash-chained ledger.",
+    help="Submit, show, approve or reject a candidate; every act is one line in a hash-chained ledger.\n\n"
+    "Example: quantgate release submit runs/demo/variants/int8",
     no_args_is_help=True,
 )
 ReleaseArgument = Annotated[str, typer.Argument(metavar="RELEASE", help="The release's id, as `submit` printed it.")]

@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 
 from quantize.errors import QuantizeError
-from quantize.scheme import Grid, QuantizedWeight, dequantize, round_to_grid
+from quantize.scheme import Grid, QuantizedWeight, Scheme, dequantize, round_to_grid
 
+LARGEST = torch.finfo(torch.float16).max
 SMALLEST_SHARED = 2.0**-17
 """The smallest power of two from which on fp16 holds every bf16 number: its last digit is worth 2^-24, bf16 has 8."""
 
@@ -18,7 +19,7 @@ SMALLEST_SHARED = 2.0**-17
 def half_scale(scale: torch.Tensor, module_name: str) -> torch.Tensor:
     """`scale` in fp16. Raises QuantizeError with the first value that fp16 does not hold exactly."""
     half = scale.to(torch.float16)
-    lost = half.double() != scale.double()
+    lost = (half.double() != scale.double()) | ~torch.isfinite(half)
     if bool(lost.any()):
         row, group = (int(index) for index in lost.nonzero()[0])
         raise QuantizeError(
@@ -26,6 +27,18 @@ def half_scale(scale: torch.Tensor, module_name: str) -> torch.Tensor:
             f"which fp16 rounds to {half[row, group].item():.9g}; {int(lost.sum())} of {scale.numel()} do not fit"
         )
     return half
+
+
+def refuse_large_weight(name: str, largest: float, scheme: Scheme, form: str) -> None:
+    """Raises QuantizeError, before anything is calibrated, where the weight's `largest` magnitude needs a scale that
+    fp16 does not hold."""
+    steps = float(scheme.highest - scheme.lowest)
+    scale = largest / (steps / 2 if scheme.symmetric else steps)
+    if scale > LARGEST:
+        raise QuantizeError(
+            f"{name}: a weight of {largest:.4g} needs a scale above {LARGEST:g}, the largest that format {form} "
+            "stores; use format compressed-tensors, or skip it by an override"
+        )
 
 
 def raise_small_scales(weight: QuantizedWeight) -> QuantizedWeight:

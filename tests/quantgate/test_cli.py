@@ -72,6 +72,9 @@ def test_convert_writes_another_format_that_inspect_describes(quantgate, tiny_ch
 
 def test_a_path_that_is_not_there(quantgate) -> None:
     is_one_line(quantgate("eval", "nowhere"), "no such checkpoint: nowhere", "smollm2-135m")
+    Path("runs").mkdir()
+    is_one_line(quantgate("eval", "runs/q"), "no such checkpoint: runs/q: runs has no q here")
+    is_one_line(quantgate("eval", "ruin/q"), "no such checkpoint: ruin/q: there is no folder ruin here")
 
 
 def test_a_folder_that_is_no_checkpoint(quantgate, tmp_path: Path) -> None:
@@ -298,6 +301,13 @@ def test_quantize_auto_records_the_mixture_that_it_chose(quantgate, tiny_checkpo
     assert recipe["overrides"]
     assert json.loads(quantgate("inspect", "q", "--json").out)["recipe"] == recipe
     assert quantgate(*command).code == 0
+
+
+def test_quantize_auto_looks_at_the_place_before_it_measures(quantgate, tiny_checkpoint: Path, monkeypatch) -> None:
+    monkeypatch.setattr("quantize.sensitivity.measure_sensitivity", lambda *_args, **_kwargs: pytest.fail("measured"))
+    Path("taken").write_text("in the way")
+    is_one_line(quantgate("quantize", tiny_checkpoint, "--auto", "--out", "taken"), "taken: exists already")
+    is_one_line(quantgate("quantize", tiny_checkpoint, "--auto", "--out", "taken/q"), "taken/q: Not a directory")
 
 
 def test_what_no_mixture_can_follow(quantgate, tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from quantize.decoder import load_module, open_decoder
 from quantize.errors import QuantizeError
 from quantize.load import load_model
 from quantize.method import METHODS
+from quantize.pipeline import refuse_wrong_out
 from quantize.walk import Walk
 
 
@@ -278,6 +279,22 @@ def test_other_decoders_walk_too(tmp_path, family, monkeypatch):
     torch.testing.assert_close(torch.cat(walk.states), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_that_cannot_be_walked_says_what_its_forward_said(spelling_llama):
+    checkpoint = Checkpoint.open(spelling_llama)
+    decoder = open_decoder(checkpoint)
+
+    def fail(*_args, **_kwargs):
+        raise ValueError("no rotary table for this length")
+
+    decoder.model.base_model.norm.forward = fail
+    ids = torch.arange(1, 25)[None]
+    with pytest.raises(
+        QuantizeError, match=r"layer to layer \(ValueError: no rotary table for this length\)"
+    ) as caught:
+        Walk(decoder, checkpoint, ids, torch.device("cpu"))
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
 def test_a_targeted_head_is_untied_and_the_cost_is_said(spelling_llama, tmp_path):
     manifest = quantize_checkpoint(spelling_llama, recipe_of("int8", ignore=()), tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -353,6 +370,38 @@ def test_nan_weights_are_named_before_anything_is_written(copied, spelled_text, 
     alter(copied, lambda tensors: tensors["model.layers.2.mlp.down_proj.weight"][3, 3].fill_(float("nan")))
     said = refused(copied, recipe_of(method), tmp_path, spelled_text)
     assert "model.layers.2.mlp.down_proj.weight holds NaN" in said
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_too_large_for_a_half_precision_scale_is_named_before_calibration(
+    copied, spelled_text, tmp_path, form, dtype
+):
+    def enlarge(tensors):
+        for name in tensors:
+            tensors[name] = tensors[name].to(dtype)
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = -(2.0**20)
+
+    alter(copied, enlarge)
+    recipe = recipe_of("gptq", format=form, group_size=64)
+    message = refused(copied, recipe, tmp_path, spelled_text)
+    assert "model.layers.1.mlp.up_proj.weight: a weight of 1.049e+06 needs a scale above 65504" in message
+    assert "use format compressed-tensors" in message
+    quantize_checkpoint(copied, recipe_of("int4", group_size=64), tmp_path / "other")
+
+
+def test_an_unwritable_place_is_found_without_leaving_anything(results, spelling_llama, tmp_path):
+    refuse_wrong_out(tmp_path / "new")
+    refuse_wrong_out(results["int4"])
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("in the way")
+    for out, reason in ((tmp_path / "file", "exists already"), (tmp_path / "file" / "below", "Not a directory")):
+        with pytest.raises(QuantizeError, match=reason):
+            refuse_wrong_out(out)
+    (tmp_path / "kept.partial").mkdir()
+    (tmp_path / "kept.partial" / "journal.json").write_text("{}")
+    refuse_wrong_out(tmp_path / "kept")
+    assert (tmp_path / "kept.partial" / "journal.json").is_file()
 
 
 def test_a_group_that_does_not_divide_is_found_before_calibration(spelling_llama, tmp_path):

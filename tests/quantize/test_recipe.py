@@ -72,7 +72,9 @@ def test_the_first_matching_override_wins_and_leaves_the_rest_alone():
     ("mapping", "named"),
     [
         ({}, "method: missing"),
-        ({"method": "magic"}, "method: 'magic' is unknown"),
+        ({"method": "magic"}, "method: 'magic' is unknown; one of int8, int4"),
+        ({"method": "gtpq"}, "method: 'gtpq' is unknown; did you mean gptq\\? One of int8"),
+        ({"method": "external:llmcompresor:gptq"}, "did you mean external:llmcompressor:gptq\\?"),
         ({"method": "int8", "bits": 4}, "bits: int8 takes 8"),
         ({"method": "gptq", "bits": 5}, "bits: gptq takes 4 or 3 or 8"),
         ({"method": "gptq", "bits": "4"}, "bits:"),
