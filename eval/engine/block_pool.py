@@ -61,8 +61,11 @@ class BlockPool:
         """What `num_free` would be once `hits` are in use."""
         return self.num_free - sum(self._references[block] == 0 for block in hits)
 
+    def is_shared(self, block: int) -> bool:
+        return self._references[block] > 1
+
     def share(self, blocks: Iterable[int]) -> None:
-        """Take one more reference on blocks that `match` returned."""
+        """Take one more reference on blocks that `match` returned or that somebody uses."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]

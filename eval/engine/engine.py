@@ -109,7 +109,7 @@ class Engine:
             self._speculator = PromptLookup(config.speculative_tokens)
         elif config.speculative is not None:
             raise EvalError(f"speculative {config.speculative!r} is unknown: use {PROMPT_LOOKUP}, or leave it out")
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, list[Request]] = {}
         self._undelivered: list[StepOutput] = []
         self._sequence = 0
         self._step = 0
@@ -146,23 +146,24 @@ class Engine:
         """Queue a request and give its id. A lower `priority` runs earlier; `arrival` is on time.perf_counter's clock,
         in seconds; `labels` (trace_id, route_id) go into the telemetry. Raises EvalError, with the numbers, for a
         request that can never run."""
-        request = self._new_request(self._encode(prompt), params or SamplingParams(), request_id, priority, arrival)
-        request.labels.update(labels)
-        self._submit(request)
-        return request.request_id
+        samples = self._new_request(self._encode(prompt), params or SamplingParams(), request_id, priority, arrival)
+        for sample in samples:
+            sample.labels.update(labels)
+        self._submit(samples)
+        return samples[0].group_id
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
-    def find(self, request_id: str) -> Request | None:
-        """The state of a request that has not ended."""
-        return self._requests.get(request_id)
+    def samples_of(self, request_id: str) -> list[Request]:
+        """The states of those of a request's n samples that have not ended."""
+        return list(self._requests.get(request_id, ()))
 
     def abort(self, request_id: str) -> None:
-        """End a request now, if it is still there; its blocks are free at once."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._finish(request, "abort")
+        """End a request now, if it is still there, with all its samples; its blocks are free at once."""
+        for sample in self.samples_of(request_id):
+            if not sample.finished:
+                self._finish(sample, "abort")
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -187,14 +188,14 @@ class Engine:
             for outcome in self._outcomes(result):
                 if outcome.drafted:
                     decode_tokens += len(outcome.new_token_ids)
-                outputs.append(self._settle(outcome))
+                outputs += self._settle(outcome)
         except BaseException as error:
             # The plan's blocks are named but hold nothing sure: nobody may find them.
             self.pool.forget_all()
             for request in list(plan.requests()):
                 if not request.finished:
-                    self._finish(request, "error", f"{type(error).__name__}: {error}")
-                    outputs.append(StepOutput(request.request_id, [], True, "error"))
+                    ended = self._finish(request, "error", f"{type(error).__name__}: {error}")
+                    outputs += [_output_of(sample, []) for sample in ended]
             if not isinstance(error, Exception):
                 self._undelivered = outputs
                 raise
@@ -230,13 +231,13 @@ class Engine:
             raise EvalError(f"generate got {len(prompts)} prompts and {len(each)} sampling parameters")
         requests = [self._new_request(self._encode(prompt), one) for prompt, one in zip(prompts, each, strict=True)]
         self._run(requests, "generate", progress)
-        return [completion_of(request, self.tokenizer) for request in requests]
+        return [completion_of(samples, self.tokenizer) for samples in requests]
 
     def score(self, pairs: Sequence[tuple[Prompt, Prompt]], progress: Progress | None = None) -> list[Score]:
         """Log-likelihood of each continuation after its context. A context must have one token at least: nothing
         conditions the first token of a text. Raises EvalError for an empty context and for a failed request."""
         requests = [self._scoring_request(index, *pair) for index, pair in enumerate(pairs)]
-        self._run([request for request in requests if request is not None], "score", progress)
+        self._run([[request] for request in requests if request is not None], "score", progress)
         scores = []
         for index, request in enumerate(requests):
             if request is not None and request.finish_reason == "error":
@@ -258,7 +259,7 @@ class Engine:
             if request is not None:
                 request.logprob_sink = sink_for(index)
         done = 0
-        with self._submitted(live) as mine:
+        with self._submitted([[request] for request in live]) as mine:
             while done < len(live) and self.has_unfinished():
                 done += self._step_for(mine)
                 while ready:
@@ -309,21 +310,31 @@ class Engine:
         if result.sampled:
             sampled = sample_each(result.logits[: len(result.sampled)], result.sampled, self._stop_ids, result.ahead)
             now = time.perf_counter()
+            yield from self._first_of_siblings(result, now)
             outcomes = list(take_samples(sampled, result.sampled, self._stop_ids, self.tokenizer, now))
             for outcome in outcomes:
                 if len(outcome.new_token_ids) > 1:
                     self.scheduler.accept(outcome.request, len(outcome.new_token_ids) - 1)
                 if outcome.drafted:
                     self.telemetry.speculation.add(outcome.drafted, outcome.accepted)
-            self._runner.remember([outcome.request for outcome in outcomes])
+            forked = [sibling for request in result.sampled for sibling in self.scheduler.fork(request)]
+            self._runner.remember([outcome.request for outcome in outcomes] + forked)
             yield from outcomes
         yield from take_scores(result)
 
-    def _settle(self, outcome: Outcome) -> StepOutput:
-        request = outcome.request
+    def _first_of_siblings(self, result: StepLogits, now: float) -> Iterator[Outcome]:
+        """The first token of each sample that waited for its prompt, from the row of the one that computed it."""
+        for row, request in enumerate(result.sampled):
+            for sibling in request.siblings:
+                sibling.first_scheduled = request.first_scheduled
+                sampled = sample_each(result.logits[row : row + 1], [sibling], self._stop_ids)
+                yield from take_samples(sampled, [sibling], self._stop_ids, self.tokenizer, now)
+
+    def _settle(self, outcome: Outcome) -> list[StepOutput]:
+        others: list[Request] = []
         if outcome.reason is not None:
-            self._finish(request, outcome.reason, outcome.error)
-        return StepOutput(request.request_id, outcome.new_token_ids, outcome.reason is not None, outcome.reason)
+            _, *others = self._finish(outcome.request, outcome.reason, outcome.error)
+        return [_output_of(outcome.request, outcome.new_token_ids), *(_output_of(other, []) for other in others)]
 
     def _record_step(
         self, plan: StepPlan, started: float, active: int, used_blocks: int, evictions: int, decode_tokens: int
@@ -352,10 +363,17 @@ class Engine:
         )
         self._step += 1
 
-    def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
-        self.scheduler.finish(request, reason, error)
-        self._requests.pop(request.request_id, None)
-        self.telemetry.record_request(request, time.perf_counter(), ENGINE_VERSION)
+    def _finish(self, request: Request, reason: str, error: str | None = None) -> list[Request]:
+        """End a request, and with it the samples that still wait for its prompt; gives all that ended."""
+        ended = [request, *(sibling for sibling in request.siblings if not sibling.finished)]
+        for one in ended:
+            self.scheduler.finish(one, reason, error)
+            samples = self._requests[one.group_id]
+            samples.remove(one)
+            if not samples:
+                del self._requests[one.group_id]
+            self.telemetry.record_request(one, time.perf_counter(), ENGINE_VERSION)
+        return ended
 
     # Requests and loops
 
@@ -369,20 +387,28 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         arrival: float | None = None,
-    ) -> Request:
+    ) -> list[Request]:
+        """The request's samples, in order."""
         if any(not 0 <= token_id < self._vocab_size for token_id in params.stop_token_ids):
             raise EvalError(f"stop_token_ids {params.stop_token_ids} are outside the vocabulary of {self._vocab_size}")
         if params.stop and self.tokenizer is None:
             raise EvalError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         generation_id = uuid.uuid4().hex
-        return Request(
-            request_id=request_id or generation_id,
-            token_ids=list(token_ids),
-            params=params,
-            priority=priority,
-            arrival=time.perf_counter() if arrival is None else arrival,
-            labels={"generation_id": generation_id},
-        )
+        group_id = request_id or generation_id
+        arrival = time.perf_counter() if arrival is None else arrival
+        return [
+            Request(
+                request_id=group_id if params.n == 1 else f"{group_id}-{index}",
+                token_ids=list(token_ids),
+                params=params if params.n == 1 else params.of_sample(index),
+                priority=priority,
+                arrival=arrival,
+                labels={"generation_id": generation_id},
+                group_id=group_id,
+                index=index,
+            )
+            for index in range(params.n)
+        ]
 
     def _scoring_request(self, index: int, context: Prompt, continuation: Prompt) -> Request | None:
         """None for an empty continuation: there is nothing to compute."""
@@ -392,29 +418,33 @@ class Engine:
             raise EvalError(f"scoring pair {index}: {error}") from error
         if not targets:
             return None
-        request = self._new_request((context_ids + targets)[:-1], SamplingParams())
+        [request] = self._new_request((context_ids + targets)[:-1], SamplingParams())
         request.targets = targets
         request.first_scored = len(context_ids) - 1
         return request
 
-    def _submit(self, request: Request) -> None:
-        if request.request_id in self._requests:
-            raise EvalError(f"request id {request.request_id!r} is already in use")
-        request.sequence = self._sequence
-        self._sequence += 1
-        self.scheduler.add(request)
-        self._requests[request.request_id] = request
+    def _submit(self, samples: list[Request]) -> None:
+        first = samples[0]
+        if first.group_id in self._requests:
+            raise EvalError(f"request id {first.group_id!r} is already in use")
+        for sample in samples:
+            sample.sequence = self._sequence
+            self._sequence += 1
+        first.siblings = samples[1:]
+        self.scheduler.add(first)
+        self._requests[first.group_id] = list(samples)
 
     @contextlib.contextmanager
-    def _submitted(self, requests: list[Request]) -> Iterator[frozenset[str]]:
-        """The requests' ids, while they are in the engine; none of them stays there, whatever happens."""
+    def _submitted(self, requests: list[list[Request]]) -> Iterator[frozenset[str]]:
+        """The ids of the requests, each given as its samples, while they are in the engine; none of them stays there,
+        whatever happens."""
         try:
-            for request in requests:
-                self._submit(request)
-            yield frozenset(request.request_id for request in requests)
+            for samples in requests:
+                self._submit(samples)
+            yield frozenset(samples[0].group_id for samples in requests)
         finally:
-            for request in requests:
-                self.abort(request.request_id)
+            for samples in requests:
+                self.abort(samples[0].group_id)
 
     def _step_for(self, mine: frozenset[str]) -> int:
         """One step; how many of `mine` ended in it. Other people's outputs wait for the next `step`."""
@@ -422,11 +452,15 @@ class Engine:
         self._undelivered = [output for output in outputs if output.request_id not in mine]
         return sum(output.finished for output in outputs if output.request_id in mine)
 
-    def _run(self, requests: list[Request], what: str, progress: Progress | None) -> None:
-        done = 0
+    def _run(self, requests: list[list[Request]], what: str, progress: Progress | None) -> None:
+        done, total = 0, sum(map(len, requests))
         with self._submitted(requests) as mine:
-            while done < len(requests) and self.has_unfinished():
+            while done < total and self.has_unfinished():
                 ended = self._step_for(mine)
                 done += ended
                 if progress is not None and ended:
-                    progress(what, done, len(requests))
+                    progress(what, done, total)
+
+
+def _output_of(request: Request, new_token_ids: list[int]) -> StepOutput:
+    return StepOutput(request.group_id, new_token_ids, request.finished, request.finish_reason, request.index)

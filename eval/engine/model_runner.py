@@ -123,6 +123,11 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepLogits:
         """Compute the plan's tokens and the logits of the rows that are wanted, and of no others."""
+        if plan.copies:
+            sources, targets = (list(blocks) for blocks in zip(*plan.copies, strict=True))
+            for tensor in self._kv.tensors:
+                # All are read before any is written: a source may be a target of the same step.
+                tensor[:, :, targets] = tensor[:, :, sources]
         for request in plan.tables_changed:
             self._tables[request.row, : len(request.block_ids)] = request.block_ids
         rows = self._fill_decodes(plan)

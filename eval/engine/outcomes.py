@@ -5,7 +5,7 @@ carries the ending out. An exception here belongs to one request and ends that o
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ NOT_FINITE = "the model's logits are not finite (NaN or infinity in its weights 
 @dataclass(frozen=True)
 class Completion:
     """`text` has no special tokens and ends before the stop string; `token_ids` are all that were sampled.
-    `finish_reason` is "stop", "length", "abort" or "error", the last with its `error`."""
+    `finish_reason` is "stop", "length", "abort" or "error", the last with its `error`. Of n parallel samples this is
+    the first, and `outputs` are all."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -31,14 +32,22 @@ class Completion:
     finish_reason: str
     logprobs: list[TokenLogprobs] | None
     error: str | None = None
+    others: tuple["Completion", ...] = ()
+
+    @property
+    def outputs(self) -> tuple["Completion", ...]:
+        return (self, *self.others)
 
 
 @dataclass(frozen=True)
 class StepOutput:
+    """`index` is the sample's, of the n that the request asked for."""
+
     request_id: str
     new_token_ids: list[int]
     finished: bool
     finish_reason: str | None
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,9 @@ def take_scores(result: StepLogits) -> Iterator[Outcome]:
             yield Outcome(request, [], "length")
 
 
-def completion_of(request: Request, tokenizer: Any) -> Completion:
+def completion_of(samples: Sequence[Request], tokenizer: Any) -> Completion:
+    """One prompt's completion, from its parallel samples in order."""
+    request, *others = samples
     return Completion(
         request_id=request.request_id,
         prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
@@ -142,4 +153,5 @@ def completion_of(request: Request, tokenizer: Any) -> Completion:
         finish_reason=request.finish_reason or "",
         logprobs=request.logprobs if request.params.logprobs is not None else None,
         error=request.error,
+        others=tuple(completion_of([other], tokenizer) for other in others),
     )

@@ -8,7 +8,7 @@ chunk, a prefix-cache hit, a decode step with or without drafts, preemption and 
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -17,7 +17,8 @@ from eval.errors import EvalError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded; temperature 0 is greedy. `stop_token_ids` come on top of the model's own
+    """How one request is decoded; temperature 0 is greedy. `n` parallel samples share one computation of the prompt;
+    where there is a seed, sample i draws from seed + i. `stop_token_ids` come on top of the model's own
     end-of-sequence ids, which `ignore_eos` switches off. `logprobs=k` asks for the sampled token's logprob and the
     k most likely ones, at temperature 1 and before any penalty or filter. Penalties as in vLLM: `presence_penalty` and
     `frequency_penalty` are taken off the logits of tokens that the output has (once, or once per occurrence);
@@ -37,12 +38,14 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    n: int = 1
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         limits: list[tuple[str, bool, str]] = [
+            ("n", self.n >= 1, "at least 1"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 (greedy) or more"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
@@ -58,6 +61,10 @@ class SamplingParams:
         for name, holds, wanted in limits:
             if not holds:
                 raise EvalError(f"SamplingParams.{name} is {getattr(self, name)!r}: it must be {wanted}")
+
+    def of_sample(self, index: int) -> "SamplingParams":
+        """The parameters of sample `index` alone: a request of its own with these gives the same tokens."""
+        return replace(self, n=1, seed=None if self.seed is None else self.seed + index)
 
     @property
     def penalises(self) -> bool:
@@ -87,6 +94,9 @@ class Request:
     `draft_token_ids` are guesses at the tokens after `token_ids`, which the next step computes along; only a request
     whose next token is all that is missing has any.
 
+    Parallel samples of one prompt are requests with the same `group_id`. Until the prompt is computed only the first of
+    them runs, and the others are its `siblings`.
+
     A scoring request carries `targets`: the token that follows each prompt position from `first_scored` on. It samples
     nothing and ends when its prompt is computed."""
 
@@ -97,6 +107,10 @@ class Request:
     priority: int = 0
     arrival: float = 0.0
     labels: dict[str, Any] = field(default_factory=dict)
+
+    group_id: str = ""
+    index: int = 0
+    siblings: list["Request"] = field(default_factory=list)
 
     first_scored: int = 0
     targets: list[int] | None = None
@@ -124,6 +138,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+        self.group_id = self.group_id or self.request_id
         self.random = random.Random(self.params.seed)
 
     def uniform(self, index: int) -> float:

@@ -66,12 +66,13 @@ class Chunk:
 class StepPlan:
     """One step: `decodes` take one token each and come first in the flat batch, then `speculative`, which take their
     next token and their drafts, then `prefills`. `tables_changed` are the requests whose block table is new or has
-    grown."""
+    changed. `copies` are (from, to): blocks to be copied before anything is computed."""
 
     decodes: list[Request] = field(default_factory=list)
     speculative: list[Chunk] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
     tables_changed: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: int = 0
     prefix_hit_tokens: int = 0
     prefix_queried_tokens: int = 0
@@ -93,12 +94,13 @@ class StepPlan:
 class Scheduler:
     """Invariants: a request is in `running` (policy order) if and only if it is RUNNING; it then owns the blocks for
     all its tokens at admission, so only a decoding request can find the pool empty, and the last in policy order
-    pays for that."""
+    pays for that. No token is computed into a block that two requests own: a decoding request copies it first."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, root: bytes):
         self.config = config
         self.pool = pool
         self.running: list[Request] = []
+        self._forked: list[Request] = []
         self._root = root
         self._waiting: list[tuple[tuple[float, ...], Request]] = []
         self._rows = list(range(config.max_num_seqs - 1, -1, -1))
@@ -126,6 +128,7 @@ class Scheduler:
                 f"blocks of {self.config.block_size} and the cache has {self.pool.num_blocks}: raise kv_cache_bytes"
             )
         self._enqueue(request)
+        self.num_waiting += len(request.siblings)
 
     def schedule(self) -> StepPlan:
         """Choose the next step's tokens, give them blocks, and name the blocks that they fill."""
@@ -141,6 +144,8 @@ class Scheduler:
         if plan.preempted == 0:
             tokens_left, rows_left = self._admit(plan, tokens_left, rows_left)
         self._schedule_drafts(plan, min(tokens_left, rows_left))
+        plan.tables_changed += [request for request in self._forked if request.status is Status.RUNNING]
+        self._forked = []
         return plan
 
     def advance(self, plan: StepPlan) -> None:
@@ -158,6 +163,29 @@ class Scheduler:
         start = request.num_computed_tokens
         request.num_computed_tokens += count
         self._name_full_blocks(request, start, request.num_computed_tokens)
+
+    def fork(self, leader: Request) -> list[Request]:
+        """The prompt of `leader` is computed, and its siblings have their first token too: they go on from the same
+        blocks. One that finds no row waits, as if it had been preempted. Gives those that run."""
+        forked = []
+        for sibling in leader.siblings:
+            if sibling.finished:
+                continue
+            self.num_waiting -= 1
+            if not self._rows:
+                sibling.status = Status.PREEMPTED
+                self._enqueue(sibling)
+                continue
+            computed = leader.num_computed_tokens
+            sibling.block_ids = leader.block_ids[: self._blocks_for(computed)]
+            sibling.block_hashes = leader.block_hashes[: computed // self.config.block_size]
+            self.pool.share(sibling.block_ids)
+            sibling.num_computed_tokens = sibling.prompt_cache_hit = computed
+            self._start_running(sibling)
+            forked.append(sibling)
+        leader.siblings = []
+        self._forked += forked
+        return forked
 
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """End a request in any state and give its blocks back."""
@@ -183,16 +211,30 @@ class Scheduler:
             index += 1
             if not request.is_decoding:
                 continue
-            if len(request.block_ids) * self.config.block_size < request.num_tokens:
-                while self.pool.num_free == 0 and request.status is Status.RUNNING:
-                    self._preempt(self.running[-1])
-                    plan.preempted += 1
+            while self._lacks_block(request) and self.pool.num_free == 0:
+                self._preempt(self.running[-1])
+                plan.preempted += 1
                 if request.status is not Status.RUNNING:
                     return
-                request.block_ids += self.pool.allocate(1)
-                plan.tables_changed.append(request)
+            if self._lacks_block(request):
+                self._give_block(plan, request)
             plan.decodes.append(request)
             self._name_full_blocks(request, request.num_tokens - 1, request.num_tokens)
+
+    def _lacks_block(self, request: Request) -> bool:
+        """Whether a decoding request has no block of its own for its next token."""
+        place = (request.num_tokens - 1) // self.config.block_size
+        return place == len(request.block_ids) or self.pool.is_shared(request.block_ids[place])
+
+    def _give_block(self, plan: StepPlan, request: Request) -> None:
+        """A block for the next token: one more, or a copy of the one that others own too."""
+        place = (request.num_tokens - 1) // self.config.block_size
+        block = self.pool.allocate(1)
+        if place < len(request.block_ids):
+            plan.copies.append((request.block_ids[place], block[0]))
+            self.pool.release(request.block_ids[place : place + 1])
+        request.block_ids[place : place + 1] = block
+        plan.tables_changed.append(request)
 
     def _schedule_drafts(self, plan: StepPlan, left: int) -> None:
         """Let decoding requests compute their drafts along, within `left` tokens and rows of logits and the blocks that
@@ -233,14 +275,12 @@ class Scheduler:
             self.pool.share(hits)
             request.block_ids = hits + self.pool.allocate(needed)
             request.num_computed_tokens = start
-            request.status = Status.RUNNING
-            request.row = self._rows.pop()
             # Recomputation after preemption is not a hit of the prompt: it would flatter the reuse rate.
             if request.prompt_cache_hit is None:
                 request.prompt_cache_hit = start
                 plan.prefix_hit_tokens += start
                 plan.prefix_queried_tokens += request.num_tokens
-            insort(self.running, request, key=self._order)
+            self._start_running(request)
             plan.tables_changed.append(request)
             tokens_left, rows_left = self._schedule_chunk(plan, request, count, tokens_left, rows_left)
         return tokens_left, rows_left
@@ -276,6 +316,11 @@ class Scheduler:
         request.draft_token_ids = []
         request.preemptions += 1
         self._enqueue(request)
+
+    def _start_running(self, request: Request) -> None:
+        request.status = Status.RUNNING
+        request.row = self._rows.pop()
+        insort(self.running, request, key=self._order)
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)

@@ -182,7 +182,7 @@ class Server:
             await asyncio.wait([gone, whole], return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
                 raise ClientDisconnect
-            return JSONResponse(envelope.whole(whole.result(), _usage(streams, ask.choices)))
+            return JSONResponse(envelope.whole(whole.result(), _usage(streams, ask.params.n)))
         except GenerationError as failure:
             raise Refusal(500, str(failure), "server_error") from None
         finally:
@@ -192,11 +192,11 @@ class Server:
                 stream.close()
 
     async def _submit(self, ask: Ask, request_id: str) -> list[RequestStream]:
-        """One stream per prompt and choice; all of them or none."""
-        count = ask.choices * max(1, len(ask.prompts))
+        """One stream per prompt and choice, a prompt's choices together; all of them or none."""
+        count = ask.params.n * max(1, len(ask.prompts))
         if count > self.config.max_waiting:
             message = f"prompts times n is {count}: at most {self.config.max_waiting} can wait here at once"
-            raise Refusal(400, message, "invalid_request_error", "n" if ask.choices > 1 else "prompt")
+            raise Refusal(400, message, "invalid_request_error", "n" if ask.params.n > 1 else "prompt")
         prompts = [self._chat_ids(ask.messages)] if ask.messages is not None else list(map(self._ids, ask.prompts))
         longest = max(map(len, prompts))
         if self.config.max_prompt_tokens is not None and longest > self.config.max_prompt_tokens:
@@ -205,10 +205,8 @@ class Server:
         streams: list[RequestStream] = []
         try:
             for prompt in prompts:
-                for choice in range(ask.choices):
-                    params = ask.params_of(choice, self.engine.context_tokens - len(prompt))
-                    name = f"{request_id}-{len(streams)}"
-                    streams.append(await self.thread.submit(prompt, params, name))
+                params = ask.params_within(self.engine.context_tokens - len(prompt))
+                streams += await self.thread.submit(prompt, params, f"{request_id}-{len(streams)}")
         except BaseException as failure:
             for stream in streams:
                 stream.close()
@@ -279,7 +277,7 @@ class Server:
                 going -= piece.finish_reason is not None
                 yield _event(envelope.chunk(piece))
             if ask.include_usage:
-                yield _event(envelope.usage_chunk(_usage(streams, ask.choices)))
+                yield _event(envelope.usage_chunk(_usage(streams, ask.params.n)))
             yield "data: [DONE]\n\n"
         finally:
             for task in tasks:

@@ -46,7 +46,7 @@ class _Subscriber:
 
 
 class RequestStream:
-    """A request's events until it ends; `close` aborts it if it has not."""
+    """One sample's events until it ends; `close` aborts its request, with all samples, if it has not."""
 
     def __init__(self, thread: "EngineThread", request: Request, events: "asyncio.Queue[Event]") -> None:
         self.request = request
@@ -63,11 +63,11 @@ class RequestStream:
     def close(self) -> None:
         if not self._ended:
             self._ended = True
-            self._thread.abort(self.request.request_id)
+            self._thread.abort(self.request.group_id)
 
 
 class EngineThread:
-    """Invariant: every request in the engine has one subscriber, and it gets exactly one event with a finish reason."""
+    """Invariant: every sample in the engine has one subscriber, and it gets exactly one event with a finish reason."""
 
     def __init__(self, engine: Engine, max_waiting: int, observer: Observer) -> None:
         """max_waiting: how many requests may wait for their first step; `observer` sees the telemetry of every step,
@@ -80,7 +80,7 @@ class EngineThread:
         self._stopping = False
         self._ended = False
         self._on_their_way = 0
-        self._subscribers: dict[str, _Subscriber] = {}
+        self._subscribers: dict[str, dict[int, _Subscriber]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: BaseException | None = None
 
@@ -98,23 +98,23 @@ class EngineThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    async def submit(self, prompt: list[int], params: SamplingParams, request_id: str) -> "RequestStream":
-        """The request's stream, once the engine has taken it in.
+    async def submit(self, prompt: list[int], params: SamplingParams, request_id: str) -> "list[RequestStream]":
+        """The streams of the request's samples, once the engine has taken it in.
 
         Raises EvalError for a request that can never run, QueueFullError when too many wait, and StoppedError.
         """
         loop = asyncio.get_running_loop()
-        accepted: asyncio.Future[_Subscriber] = loop.create_future()
+        accepted: asyncio.Future[list[_Subscriber]] = loop.create_future()
         if self.waiting >= self.max_waiting:
             raise QueueFullError
-        self._on_their_way += 1
+        self._on_their_way += params.n
         self._post(lambda: self._add(prompt, params, request_id, loop, accepted))
         try:
-            subscriber = await asyncio.shield(accepted)
+            subscribers = await asyncio.shield(accepted)
         except asyncio.CancelledError:
             self.abort(request_id)
             raise
-        return RequestStream(self, subscriber.request, subscriber.events)
+        return [RequestStream(self, subscriber.request, subscriber.events) for subscriber in subscribers]
 
     def abort(self, request_id: str) -> None:
         self._post(lambda: self._abort(request_id))
@@ -137,10 +137,13 @@ class EngineThread:
             while self._obey():
                 outputs = self.engine.step()
                 for output in outputs:
-                    subscriber = self._subscribers.get(output.request_id)
+                    subscribers = self._subscribers.get(output.request_id, {})
+                    subscriber = subscribers.get(output.index)
                     if subscriber is not None:
                         subscriber.send(Event(subscriber.request, output.new_token_ids, output.finish_reason))
                         if output.finished:
+                            del subscribers[output.index]
+                        if not subscribers:
                             del self._subscribers[output.request_id]
                 self._observe()
         except BaseException as failure:
@@ -183,21 +186,20 @@ class EngineThread:
         params: SamplingParams,
         request_id: str,
         loop: asyncio.AbstractEventLoop,
-        accepted: "asyncio.Future[_Subscriber]",
+        accepted: "asyncio.Future[list[_Subscriber]]",
     ) -> None:
-        outcome: _Subscriber | EvalError | StoppedError
+        outcome: list[_Subscriber] | EvalError | StoppedError
         try:
             if self._stopping:
                 raise StoppedError
             self.engine.add_request(prompt, params, request_id=request_id)
-            request = self.engine.find(request_id)
-            assert request is not None
-            outcome = self._subscribers[request_id] = _Subscriber(request, loop, asyncio.Queue())
+            outcome = [_Subscriber(sample, loop, asyncio.Queue()) for sample in self.engine.samples_of(request_id)]
+            self._subscribers[request_id] = dict(enumerate(outcome))
         except (EvalError, StoppedError) as refusal:
             outcome = refusal
 
         def answer() -> None:
-            self._on_their_way -= 1
+            self._on_their_way -= params.n
             if accepted.cancelled():
                 return
             if isinstance(outcome, Exception):
@@ -211,7 +213,8 @@ class EngineThread:
             self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
-        subscriber = self._subscribers.pop(request_id, None)
-        if subscriber is not None:
+        subscribers = self._subscribers.pop(request_id, {})
+        if subscribers:
             self.engine.abort(request_id)
+        for subscriber in subscribers.values():
             subscriber.send(Event(subscriber.request, [], "abort"))

@@ -71,22 +71,20 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """One HTTP request: its prompts (text, token ids, or messages of a chat), each to be answered `choices` times."""
+    """One HTTP request: its prompts (text, token ids, or messages of a chat), each to be answered `params.n` times."""
 
     prompts: tuple[str | list[int], ...]
     params: SamplingParams
-    choices: int
     stream: bool
     include_usage: bool
     messages: list[dict[str, Any]] | None = None
     fills_context: bool = False
 
-    def params_of(self, choice: int, room: int) -> SamplingParams:
-        """The parameters of one choice, with `room` tokens left in the context. Parallel samples of one seeded request
-        draw from seeds of their own."""
-        seed = None if self.params.seed is None else self.params.seed + choice
-        max_tokens = max(1, room, self.params.min_tokens) if self.fills_context else self.params.max_tokens
-        return replace(self.params, seed=seed, max_tokens=max_tokens)
+    def params_within(self, room: int) -> SamplingParams:
+        """The parameters with `room` tokens left in the context."""
+        if not self.fills_context:
+            return self.params
+        return replace(self.params, max_tokens=max(1, room, self.params.min_tokens))
 
 
 def read_completion(body: Any, model: str) -> Ask:
@@ -209,12 +207,12 @@ def _ask(
         raise BadRequestError("stream_options must be an object", "stream_options")
     given = {name: value for name, value in fields.items() if value is not None}
     try:
-        params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, n=choices or 1, **given)
     except EvalError as refusal:
         message = str(refusal).removeprefix("SamplingParams.")
         raise BadRequestError(message, message.split()[0]) from None
     stream = bool(_value(body, "stream", bool))
-    return Ask(prompts, params, choices or 1, stream, bool(_value(options, "include_usage", bool)), messages)
+    return Ask(prompts, params, stream, bool(_value(options, "include_usage", bool)), messages)
 
 
 # Answers
