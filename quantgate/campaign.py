@@ -6,11 +6,13 @@
     variants:
       int8: {method: int8}
       gptq: {method: gptq, bits: 4, group_size: 64}
+      kv-int8: {kv_dtype: int8}
     suite: core
     workload: chat
     policy: default
 
-A recipe's keys are those of `quantgate quantize`; `calibration` holds what all recipes share. Relative paths in
+A variant's keys are those of a recipe of `quantgate quantize`, and `kv_dtype`, that of `quantgate eval`; one without a
+recipe is the baseline's weights with another KV cache. `calibration` holds what all recipes share. Relative paths in
 the file are relative to the file, save `output`: results go below the working directory, into runs/NAME unless said.
 """
 
@@ -20,6 +22,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from eval.engine.config import EngineConfig
+from eval.errors import EvalError
 from eval.settings_file import read_settings
 from quantgate.errors import FrontDoorError
 from quantize.errors import QuantizeError
@@ -31,6 +35,8 @@ WholeNumber = Annotated[int, Field(strict=True)]
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 BASELINE = "baseline"
+AUTO = "auto"
+"""The KV dtype that is the model's own."""
 
 
 class SharedCalibration(BaseModel):
@@ -64,10 +70,18 @@ class Campaign(BaseModel):
         """Where the campaign's results go."""
         return self.output if self.output is not None else Path("runs") / self.name
 
-    def recipe(self, variant: str) -> Recipe:
-        """A variant's recipe, with the shared calibration settings where it gives none of its own."""
+    def recipe(self, variant: str) -> Recipe | None:
+        """A variant's recipe, with the shared calibration settings where it gives none of its own; None: the variant is
+        the baseline's weights."""
+        own = {key: value for key, value in self.variants[variant].items() if key != "kv_dtype"}
+        if not own and self.kv_dtype(variant) != AUTO:
+            return None
         shared = self.calibration.model_dump(include={"samples", "sequence_length"}, exclude_none=True)
-        return Recipe.from_mapping(shared | self.variants[variant], where="recipe")
+        return Recipe.from_mapping(shared | own, where="recipe")
+
+    def kv_dtype(self, variant: str) -> str:
+        """What the variant's keys and values are kept in; the baseline's are in its model's dtype."""
+        return str(self.variants.get(variant, {}).get("kv_dtype", AUTO))
 
 
 def load_campaign(path: Path) -> Campaign:
@@ -85,8 +99,9 @@ def load_campaign(path: Path) -> Campaign:
                 f"{path}:{line}: variant {name!r}: a name is letters, digits, '.', '_' or '-', and not {BASELINE!r}"
             )
         try:
+            EngineConfig(kv_dtype=campaign.kv_dtype(name))
             campaign.recipe(name)
-        except QuantizeError as error:
+        except (QuantizeError, EvalError) as error:
             raise FrontDoorError(f"{path}:{line}: variants.{name}: {error}") from None
     base = path.parent
     shared = campaign.calibration

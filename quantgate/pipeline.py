@@ -22,6 +22,7 @@ from eval.speed.run import measure
 from eval.speed.workload import load_workload
 from quantgate.campaign import BASELINE, Campaign
 from quantgate.errors import FrontDoorError
+from quantgate.results import kv_options
 from quantgate.screen import Screen
 from quantgate.source import resolve_checkpoint
 from quantize import quantize_checkpoint
@@ -56,12 +57,15 @@ def run_campaign(campaign: Campaign, screen: Screen) -> CampaignOutcome:
     suite = load_suite(campaign.suite)
     workload = load_workload(campaign.workload)
     recipes = {name: campaign.recipe(name) for name in campaign.variants}
-    stages = 1 + len(recipes) + 2 * (1 + len(recipes)) + 2
+    stages = 1 + sum(recipe is not None for recipe in recipes.values()) + 2 * (1 + len(recipes)) + 2
     with only_run_in(folder), screen.staged_progress(stages) as begin:
         check_store()
         progress = begin(f"baseline {campaign.baseline}")
         checkpoints = {BASELINE: resolve_checkpoint(campaign.baseline, progress)}
         for name, recipe in recipes.items():
+            if recipe is None:
+                checkpoints[name] = checkpoints[BASELINE]
+                continue
             progress = begin(f"quantize {name}")
             checkpoints[name] = folder / "checkpoints" / name
             quantize_checkpoint(
@@ -80,6 +84,7 @@ def run_campaign(campaign: Campaign, screen: Screen) -> CampaignOutcome:
                 data_dir=campaign.data_dir,
                 limit=campaign.limit,
                 out=folder / "variants" / name / "quality",
+                engine_options=kv_options(campaign.kv_dtype(name)),
                 progress=begin(f"evaluate {name}"),
             )
         for name, checkpoint in checkpoints.items():
@@ -90,6 +95,7 @@ def run_campaign(campaign: Campaign, screen: Screen) -> CampaignOutcome:
                 out=folder / "variants" / name / "speed",
                 repeats=campaign.repeats,
                 confidence=policy.confidence,
+                candidate_options=kv_options(campaign.kv_dtype(name)),
                 progress=begin(f"time {name} against the baseline"),
             )
         begin("compare and report")

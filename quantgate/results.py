@@ -12,6 +12,8 @@ from eval.quality.run import QualityResult, evaluate
 from eval.speed.run import SpeedResult, measure
 from eval.speed.workload import load_workload
 from quantgate import home
+from quantgate.campaign import AUTO
+from quantgate.errors import FrontDoorError
 from quantgate.fetch import Progress
 from quantgate.source import resolve_checkpoint
 from quantize import Checkpoint
@@ -30,6 +32,7 @@ def evaluate_checkpoint(
     tasks: Sequence[str],
     data_dir: Path | None,
     limit: int | None,
+    kv_dtype: str,
     out: Path | None,
     progress: Progress,
 ) -> QualityResult:
@@ -44,7 +47,8 @@ def evaluate_checkpoint(
         tasks=list(tasks),
         data_dir=data_dir,
         limit=limit,
-        out=out or _kept(checkpoint) / what.replace("/", "_"),
+        out=out or _kept(checkpoint, kv_dtype) / what.replace("/", "_"),
+        engine_options=kv_options(kv_dtype),
         progress=progress,
     )
 
@@ -55,18 +59,21 @@ def measure_checkpoint(
     against: Path | None,
     workload: str,
     repeats: int | None,
+    kv_dtype: str,
     out: Path | None,
     progress: Progress,
     confidence: float = 0.95,
 ) -> SpeedResult:
-    """Speed and memory of one checkpoint, alone or paired, from the cache where the same measurement stands there."""
+    """Speed and memory of one checkpoint, alone or paired, from the cache where the same measurement stands there.
+    `kv_dtype` is the checkpoint's, not the baseline's."""
     chosen = load_workload(workload)
     other = Checkpoint.open(against).content_digest()[:12] if against else "alone"
     return measure(
         checkpoint,
         against=against,
         workload=chosen,
-        out=out or _kept(checkpoint) / f"speed-{chosen.name}-{other}",
+        out=out or _kept(checkpoint, kv_dtype) / f"speed-{chosen.name}-{other}",
+        candidate_options=kv_options(kv_dtype),
         repeats=repeats,
         confidence=confidence,
         progress=progress,
@@ -83,24 +90,36 @@ def compare_variants(
     workload: str,
     data_dir: Path | None,
     limit: int | None,
+    kv_dtype: str,
     out: Path | None,
     progress: Progress,
 ) -> dict[str, Any]:
     """The comparison of two variants, each a folder with results or a checkpoint that is measured first.
 
-    Speed is measured only where the policy limits it.
+    Speed is measured only where the policy limits it. `kv_dtype` is the candidate's.
     """
     rules = load_policy(policy)
     folders = [Path(reference) for reference in (baseline, candidate)]
     if all(_holds_results(folder) for folder in folders):
+        if kv_dtype != AUTO:
+            raise FrontDoorError(
+                f"{candidate} holds results, which say their own KV dtype: leave out --kv-dtype, or name a checkpoint"
+            )
         records = [VariantRecord.read(folder) for folder in folders]
     else:
         paths = [resolve_checkpoint(reference, progress) for reference in (baseline, candidate)]
         quality = [
             evaluate_checkpoint(
-                path, suite=suite, tasks=tasks, data_dir=data_dir, limit=limit, out=None, progress=progress
+                path,
+                suite=suite,
+                tasks=tasks,
+                data_dir=data_dir,
+                limit=limit,
+                kv_dtype=of_side,
+                out=None,
+                progress=progress,
             )
-            for path in paths
+            for path, of_side in zip(paths, (AUTO, kv_dtype), strict=True)
         ]
         speed: list[SpeedResult | None] = [None, None]
         if any(rule.metric.startswith(("speed.", "memory.", "*")) for rule in rules.rules):
@@ -110,13 +129,15 @@ def compare_variants(
                 against=paths[0],
                 workload=workload,
                 repeats=None,
+                kv_dtype=kv_dtype,
                 out=None,
                 progress=progress,
                 confidence=rules.confidence,
             )
+        named = candidate if kv_dtype == AUTO else f"{candidate} with {kv_dtype} KV"
         records = [
             VariantRecord.of_results(reference, path, scored.directory, timed.directory if timed else None)
-            for reference, path, scored, timed in zip((baseline, candidate), paths, quality, speed, strict=True)
+            for reference, path, scored, timed in zip((baseline, named), paths, quality, speed, strict=True)
         ]
     return compare_records(records[0], records[1], rules, out)
 
@@ -171,9 +192,15 @@ def _ratio(metrics: Mapping[str, float], name: str) -> str:
     return f"{ratio:.3f}" + (f" ({low:.3f} to {high:.3f})" if low is not None and high is not None else "")
 
 
-def _kept(checkpoint: Path) -> Path:
+def kv_options(kv_dtype: str) -> dict[str, str]:
+    """Engine options; none where the model's own dtype serves, so that a result does not depend on its being said."""
+    return {} if kv_dtype == AUTO else {"kv_dtype": kv_dtype}
+
+
+def _kept(checkpoint: Path, kv_dtype: str) -> Path:
     # By all that decides the answers: two variants of the same weights must not take turns in one folder.
-    return home.results() / Checkpoint.open(checkpoint).content_digest()[:16]
+    digest = Checkpoint.open(checkpoint).content_digest()[:16]
+    return home.results() / (digest if kv_dtype == AUTO else f"{digest}-kv-{kv_dtype}")
 
 
 def _holds_results(folder: Path) -> bool:

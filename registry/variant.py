@@ -91,6 +91,12 @@ class VariantRecord:
             raise RegistryError(f"variant {self.name} ({self.quality_folder}): {error}") from None
 
     @property
+    def other_kv_dtype(self) -> str | None:
+        """What keys and values are kept in, where that is not the model's own dtype."""
+        kept = self.identity.get("kv_dtype")
+        return None if kept in (None, self.identity.get("dtype")) else str(kept)
+
+    @property
     def verdict(self) -> str | None:
         return None if self.comparison is None else str(self.comparison["verdict"])
 

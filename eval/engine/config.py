@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from eval.engine.kv_cache import KV_DTYPES
 from eval.errors import EvalError
 
 
@@ -31,6 +32,8 @@ class EngineConfig:
     speculative_tokens: int = 4
 
     def __post_init__(self) -> None:
+        if self.kv_dtype != "auto" and self.kv_dtype not in KV_DTYPES:
+            raise EvalError(f"kv_dtype {self.kv_dtype!r} is unknown: use auto, {', '.join(KV_DTYPES)}")
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:

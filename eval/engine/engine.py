@@ -23,10 +23,9 @@ from eval.engine.identity import (
     context_tokens,
     end_of_sequence_ids,
     model_digest,
-    resolve_kv_dtype,
     vocabulary_size,
 )
-from eval.engine.kv_cache import MODEL_DTYPES, KVCache, choose_num_blocks
+from eval.engine.kv_cache import KV_DTYPES, MODEL_DTYPES, KVCache, choose_num_blocks
 from eval.engine.model_runner import ModelRunner, StepLogits, probe_geometry
 from eval.engine.native_linear import use_native_linears
 from eval.engine.outcomes import Completion, Outcome, Score, StepOutput, completion_of, take_samples, take_scores
@@ -65,7 +64,7 @@ class Engine:
         geometry = probe_geometry(model)
         self._vocab_size = vocabulary_size(model)
         self._context = context_tokens(model, config.max_model_len)
-        self._kv_dtype = resolve_kv_dtype(config.kv_dtype, model.dtype)
+        self._kv_dtype = model.dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]
         num_blocks = config.num_blocks or choose_num_blocks(
             geometry,
             config.block_size,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from eval.engine.kv_cache import KV_DTYPES
 from eval.errors import EvalError
 from quantize.checkpoint import Checkpoint
 
@@ -32,15 +31,6 @@ def model_digest(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def resolve_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """What keys and values are kept in; "auto" is the model's dtype."""
-    if name == "auto":
-        return model_dtype
-    if name not in KV_DTYPES:
-        raise EvalError(f"kv_dtype {name!r} is unknown: use auto, {', '.join(KV_DTYPES)}")
-    return KV_DTYPES[name]
 
 
 def context_tokens(model: PreTrainedModel, wanted: int | None) -> int:

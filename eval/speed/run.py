@@ -59,6 +59,7 @@ def measure(
     out: Path,
     repeats: int | None = None,
     engine_options: Mapping[str, Any] | None = None,
+    candidate_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     price_per_hour: float | None = None,
     confidence: float = 0.95,
@@ -70,6 +71,7 @@ def measure(
     Args:
         repeats: blocks per side; None takes the workload's own. Even numbers balance the order A B B A.
         engine_options: keywords of `Engine.from_checkpoint`, the same for both sides.
+        candidate_options: those in which the candidate's variant differs from its baseline's (`kv_dtype`).
         threads: torch threads of a worker; None leaves torch's choice.
         price_per_hour: what the machine costs, for `cost_per_million_tokens`.
         confidence: of the ratios' two-sided intervals; a policy is held against intervals of its own confidence.
@@ -82,6 +84,7 @@ def measure(
     if repeats < 1:
         raise EvalError(f"repeats is {repeats}: measure at least one block")
     out, options = Path(out), dict(engine_options or {})
+    options_of = {"baseline": options, "candidate": options | dict(candidate_options or {})}
     sides = (
         {"candidate": Path(candidate)} if against is None else {"baseline": Path(against), "candidate": Path(candidate)}
     )
@@ -89,6 +92,7 @@ def measure(
     machine = describe_machine()
     settings = {
         "engine_options": options,
+        "candidate_options": dict(candidate_options or {}),
         "threads": threads,
         "repeats": repeats,
         "price_per_hour": price_per_hour,
@@ -102,7 +106,7 @@ def measure(
     started = time.monotonic()
     with atomic_directory(out, replace=(out / SPEED_FILE).is_file(), error=EvalError) as partial, ExitStack() as stack:
         workers = {side: _Side(stack.enter_context(WorkerProcess(side))) for side in sides}
-        source = _load(workers, sides, options, threads, progress)
+        source = _load(workers, sides, options_of, threads, progress)
         sampler = _run_blocks(workers, workload, repeats, source, progress)
         for side, state in workers.items():
             state.memory["checkpoint_bytes"] = float(checkpoints[side].bytes())
@@ -175,7 +179,7 @@ def _read_if_same(out: Path, key: str) -> SpeedResult | None:
 def _load(
     workers: dict[str, _Side],
     sides: dict[str, Path],
-    options: dict[str, Any],
+    options: dict[str, dict[str, Any]],
     threads: int | None,
     progress: Progress | None,
 ) -> PromptSource:
@@ -185,7 +189,12 @@ def _load(
     text = shipped_text()
     for side, state in workers.items():
         state.worker.send(
-            "load", checkpoint=str(sides[side].resolve()), options=options, threads=threads, variant=side, text=text
+            "load",
+            checkpoint=str(sides[side].resolve()),
+            options=options[side],
+            threads=threads,
+            variant=side,
+            text=text,
         )
     text_ids: dict[str, list[int]] = {}
     for done, (side, state) in enumerate(workers.items(), start=1):

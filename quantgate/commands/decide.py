@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quantgate.commands.options import DataDirOption, JsonOption, LimitOption, PolicyOption
+from quantgate.commands.options import DataDirOption, JsonOption, KVDtypeOption, LimitOption, PolicyOption
 from quantgate.screen import Screen
 
 EXIT_CODES = {"pass": 0, "fail": 3, "inconclusive": 4}
@@ -28,12 +28,14 @@ def compare_command(
     workload: Annotated[str, typer.Option(help="Workload for checkpoints that are not measured yet.")] = "demo-closed",
     data_dir: DataDirOption = None,
     limit: LimitOption = None,
+    kv_dtype: KVDtypeOption = "auto",
     out: Annotated[Path | None, typer.Option("--out", help="Also write comparison.json into this folder.")] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Compare a candidate with its baseline, sample by sample, and state a verdict under a policy.
 
-    Checkpoints are measured first where their results are not in the cache. Exit code: 0 pass, 3 fail, 4 inconclusive.
+    Checkpoints are measured first where their results are not in the cache. --kv-dtype is the candidate's; the baseline
+    keeps its model's. Exit code: 0 pass, 3 fail, 4 inconclusive.
 
     Example: quantgate compare smollm2-135m smollm2-gptq
     """
@@ -51,6 +53,7 @@ def compare_command(
             workload=workload,
             data_dir=data_dir,
             limit=limit,
+            kv_dtype=kv_dtype,
             out=out,
             progress=progress,
         )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quantgate.commands.options import CheckpointArgument, DataDirOption, JsonOption, LimitOption
+from quantgate.commands.options import CheckpointArgument, DataDirOption, JsonOption, KVDtypeOption, LimitOption
 from quantgate.screen import Screen
 
 
@@ -21,6 +21,7 @@ def eval_command(
     tasks: Annotated[str | None, typer.Option(help="Task names, comma-separated, in place of a suite.")] = None,
     data_dir: DataDirOption = None,
     limit: LimitOption = None,
+    kv_dtype: KVDtypeOption = "auto",
     out: Annotated[
         Path | None, typer.Option("--out", help="Result folder; default: in the cache, by content digest.")
     ] = None,
@@ -39,7 +40,14 @@ def eval_command(
     with screen.progress() as progress:
         path = resolve_checkpoint(checkpoint, progress)
         result = evaluate_checkpoint(
-            path, suite=suite, tasks=task_names(tasks), data_dir=data_dir, limit=limit, out=out, progress=progress
+            path,
+            suite=suite,
+            tasks=task_names(tasks),
+            data_dir=data_dir,
+            limit=limit,
+            kv_dtype=kv_dtype,
+            out=out,
+            progress=progress,
         )
     screen.result(
         {"path": str(result.directory), **result.to_mapping()}, quality_table(result), f"evidence: {result.directory}"
@@ -53,6 +61,7 @@ def speed_command(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Blocks per side, A B B A …; default: the workload's.")
     ] = None,
+    kv_dtype: KVDtypeOption = "auto",
     out: Annotated[
         Path | None, typer.Option("--out", help="Result folder; default: in the cache, by content digest.")
     ] = None,
@@ -60,7 +69,11 @@ def speed_command(
 ) -> None:
     """Measure memory, TTFT, TPOT and tokens/s under a workload; against a baseline, as ratios with intervals.
 
+    --kv-dtype is CKPT's; the baseline keeps its model's.
+
     Example: quantgate speed smollm2-gptq --against smollm2-135m --workload chat
+
+    Example: quantgate speed smollm2-135m --against smollm2-135m --kv-dtype int8 --workload rag-long-prompt
     """
     from quantgate.results import measure_checkpoint, speed_table, validity_lines
     from quantgate.source import resolve_checkpoint
@@ -70,7 +83,13 @@ def speed_command(
         path = resolve_checkpoint(checkpoint, progress)
         baseline = resolve_checkpoint(against, progress) if against else None
         result = measure_checkpoint(
-            path, against=baseline, workload=workload, repeats=repeats, out=out, progress=progress
+            path,
+            against=baseline,
+            workload=workload,
+            repeats=repeats,
+            kv_dtype=kv_dtype,
+            out=out,
+            progress=progress,
         )
     screen.result(
         {"path": str(result.directory), **result.to_mapping()},

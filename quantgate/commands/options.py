@@ -14,5 +14,11 @@ DataDirOption = Annotated[
     typer.Option("--data-dir", help="Folder with wikitext2/, lambada/, piqa/, gsm8k/ where no hub answers."),
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="At most this many samples per task.")]
+KVDtypeOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-dtype", help="What keys and values are kept in: auto (the model's), bfloat16, float16, float32, int8."
+    ),
+]
 PolicyOption = Annotated[str, typer.Option(help="A policy file, or the name of one that ships.")]
 ActorOption = Annotated[str | None, typer.Option("--as", help="Who acts; default: the login name.")]

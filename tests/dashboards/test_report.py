@@ -99,6 +99,14 @@ def test_protocol_identity_integrity_validity_and_recipe_are_there(page: Page, c
     assert "quality.*.acc margin 0.03 critical" in page.text
 
 
+def test_a_kv_cache_in_another_dtype_stands_beside_the_name(campaign: CampaignRecord) -> None:
+    first, *others = campaign.candidates
+    quality = dict(first.quality or {}) | {"identity": {**first.identity, "kv_dtype": "int8"}}
+    changed = replace(campaign, candidates=(replace(first, quality=quality), *others))
+    assert f"{first.name} KV int8" in Page(render_report(changed)).text
+    assert "KV int8" not in Page(render_report(campaign)).text
+
+
 def test_the_page_needs_nothing_beside_it(page: Page) -> None:
     assert "script" not in page.tags
     assert not [value for name, value in page.attributes if name == "src"]

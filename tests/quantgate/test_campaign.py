@@ -30,6 +30,14 @@ def test_shared_calibration_reaches_every_recipe_that_gives_none_of_its_own(tmp_
     assert campaign.folder() == Path("runs/trial")
 
 
+def test_a_variant_may_be_the_baseline_with_another_kv_cache(tmp_path: Path) -> None:
+    text = GOOD + "  kv: {kv_dtype: int8}\n  both: {method: int8, kv_dtype: int8}\n"
+    campaign = load_campaign(written(tmp_path, text))
+    assert campaign.recipe("kv") is None
+    assert campaign.recipe("both") == campaign.recipe("int8")
+    assert [campaign.kv_dtype(name) for name in ("baseline", "int8", "kv", "both")] == ["auto", "auto", "int8", "int8"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "line", "said"),
     [
@@ -37,6 +45,9 @@ def test_shared_calibration_reaches_every_recipe_that_gives_none_of_its_own(tmp_
         (GOOD.replace("{method: int8}", "{method: int8, bitz: 4}"), 5, "bitz"),
         (GOOD.replace("{method: int8}", "{method: int9}"), 5, "int9"),
         (GOOD.replace("{method: int8}", "{bits: 8}"), 5, "method: missing"),
+        (GOOD.replace("{method: int8}", "{method: int8, kv_dtype: int3}"), 5, "kv_dtype 'int3' is unknown: use auto"),
+        (GOOD.replace("{method: int8}", "{kv_dtype: auto}"), 5, "method: missing"),
+        (GOOD.replace("{method: int8}", "{kv_dtype: int8, bits: 8}"), 5, "method: missing"),
         (GOOD.replace("samples: 8", "sample: 8"), 3, "did you mean 'samples'?"),
         (GOOD.replace("name: trial", "name: ../trial"), 1, "should match pattern"),
         (GOOD.replace("  int8:", "  baseline:"), 5, "and not 'baseline'"),

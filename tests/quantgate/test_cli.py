@@ -247,6 +247,27 @@ def test_two_checkpoints_of_the_same_weights_are_not_taken_for_one(
     assert task["delta"] != 0
 
 
+def test_a_kv_dtype_is_a_variant_of_its_own(quantgate, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("rules:\n  - {metric: quality.perplexity.*, max_ratio: 1.5}\n")
+    (tmp_path / "s.yaml").write_text("perplexity:\n  - {corpus: held_out_docs, window: 64, windows: 4}\n")
+    common = ("--suite", "s.yaml", "--kv-dtype", "int8", "--json")
+    compared = json.loads(quantgate("compare", tiny_checkpoint, tiny_checkpoint, *common, "--policy", "p.yaml").out)
+    assert [compared[side]["identity"]["kv_dtype"] for side in ("baseline", "candidate")] == ["bfloat16", "int8"]
+    assert compared["candidate"]["name"].endswith("with int8 KV")
+    assert 0 < abs(compared["tasks"][0]["delta"]) < 0.01
+    scored = json.loads(quantgate("eval", tiny_checkpoint, *common).out)
+    assert scored["identity"] == compared["candidate"]["identity"]
+    for command in (("eval", tiny_checkpoint, "--suite", "s.yaml"), ("speed", tiny_checkpoint)):
+        is_one_line(quantgate(*command, "--kv-dtype", "int3"), "kv_dtype 'int3' is unknown: use auto, float32")
+
+
+def test_results_say_their_own_kv_dtype(quantgate, tmp_path: Path) -> None:
+    for side in ("a", "b"):
+        (tmp_path / side / "quality").mkdir(parents=True)
+        (tmp_path / side / "quality/quality.json").write_text("{}")
+    is_one_line(quantgate("compare", "a", "b", "--kv-dtype", "int8"), "leave out --kv-dtype")
+
+
 def test_a_tokenizer_that_does_not_load_is_one_line(quantgate, copy_of: Path) -> None:
     (copy_of / "tokenizer.json").write_text("{")
     is_one_line(quantgate("eval", copy_of, "--suite", "smoke"), "tokenizer does not load")

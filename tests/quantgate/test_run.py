@@ -38,7 +38,7 @@ def campaign(tmp_path: Path, tiny_checkpoint: Path) -> Path:
     path = tmp_path / "campaign.yaml"
     path.write_text(
         f"name: trial\nbaseline: {tiny_checkpoint}\ncalibration: {{samples: 2, sequence_length: 32}}\n"
-        "variants:\n  int8: {method: int8}\n  gptq: {method: gptq, group_size: 32}\n"
+        "variants:\n  int8: {method: int8}\n  gptq: {method: gptq, group_size: 32}\n  kv: {kv_dtype: int8}\n"
         "suite: few.yaml\nworkload: short.yaml\n"
     )
     return path
@@ -60,7 +60,14 @@ def test_a_campaign_ends_with_a_verdict_for_every_variant_and_a_second_run_repea
         "baseline",
         "int8",
         "gptq",
+        "kv",
     }
+    assert document["variants"]["kv"]["checkpoint"] == document["variants"]["baseline"]["checkpoint"]
+    assert document["variants"]["kv"]["run_id"] != document["variants"]["baseline"]["run_id"]
+    kv = document["variants"]["kv"]["metrics"]
+    assert kv["memory.weights_bytes.ratio"] == 1
+    assert kv["memory.kv_bytes_per_token.ratio"] == (16 + 4) / (16 * 2)
+    assert "quality.perplexity.held_out_docs.w64.s64.nobos.perplexity.ratio" in kv
     for name in ("int8", "gptq"):
         variant = document["variants"][name]
         assert variant["verdict"] in ("pass", "fail", "inconclusive")
@@ -73,16 +80,16 @@ def test_a_campaign_ends_with_a_verdict_for_every_variant_and_a_second_run_repea
     assert all(isinstance(value, float) for value in document["metrics"].values())
 
     before = stamps(tmp_path / "runs")
-    assert len(before) == 2 + 3 + 3
+    assert len(before) == 2 + 4 + 4
     table = quantgate("run", campaign)
     assert table.code == 0, table.err
     assert stamps(tmp_path / "runs") == before
-    for shown in ("int8", "gptq", "verdict", "quantgate ui", "report.html", "release approve|reject"):
+    for shown in ("int8", "gptq", "KV int8", "verdict", "quantgate ui", "report.html", "release approve|reject"):
         assert shown in table.out
 
     campaign.write_text(campaign.read_text().replace("  gptq: {method: gptq, group_size: 32}\n", ""))
     without = quantgate("run", campaign, "--json")
-    assert json.loads(without.out)["variants"].keys() == {"baseline", "int8"}
+    assert json.loads(without.out)["variants"].keys() == {"baseline", "int8", "kv"}
     assert "gptq" not in (tmp_path / "runs/trial/report.html").read_text()
     assert (tmp_path / "runs/trial/variants/gptq/quality/quality.json").is_file(), "its results are kept"
 
