@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import nn
 
@@ -15,7 +17,11 @@ from quantize.scheme import QuantizedWeight
 def choose_kernel(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """A module that owns the weight, on `device`. float32 always dequantizes, which is the reference itself, except
     that int8 activations meet int8 weights in every dtype, since their product is exact."""
-    kernel = _on_cpu(weight, dtype) if device.type == "cpu" else None
+    kernel = None
+    if device.type == "cpu":
+        kernel = _on_cpu(weight, dtype)
+    elif device.type == "cuda" and runs_triton(device):
+        kernel = in_triton(weight, dtype)
     if kernel is None and DynamicInt8.supports(weight.scheme):
         kernel = DynamicInt8(weight, integer_product=device.type == "cpu" and cpu_multiplies_int8_exactly())
     return (kernel or Dequantized(weight)).to(device)
@@ -40,3 +46,23 @@ def _on_cpu(weight: QuantizedWeight, dtype: torch.dtype) -> nn.Module | None:
     if BuiltinInt8.supports(scheme, outputs, inputs):
         return BuiltinInt8(weight)
     return BuiltinInt4(weight) if BuiltinInt4.supports(scheme, outputs, inputs) else None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and this GPU has the instructions of our kernels: NVIDIA's, from Ampere on."""
+    if torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def in_triton(weight: QuantizedWeight, dtype: torch.dtype) -> nn.Module | None:
+    """Our GPU kernel for this weight, still where the weight is; None where there is no such case."""
+    # Only here, because Triton takes half a second to import and a machine without a GPU never needs it.
+    from quantize.kernels.triton.dynamic_int8 import TritonDynamicInt8
+    from quantize.kernels.triton.weight_only import TritonWeightOnly
+
+    if TritonDynamicInt8.supports(weight.scheme):
+        return TritonDynamicInt8(weight)
+    if dtype in (torch.bfloat16, torch.float16) and TritonWeightOnly.supports(weight.scheme):
+        return TritonWeightOnly(weight)
+    return None

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quantize.kernels.custom_op import traceable
 from quantize.native_build import load_native
 from quantize.scheme import PER_CHANNEL, QuantizedWeight, Scheme
 
@@ -44,26 +45,56 @@ def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-class _Native(nn.Module):
-    """Calls one function of the library with x [M, K] and the kernel's tensors."""
+def _run(function: str, x: torch.Tensor, outputs: int, *arguments: torch.Tensor | int | None) -> torch.Tensor:
+    """Calls one function of the library with x [M, K] and a kernel's tensors: [M, outputs]."""
+    x = x.contiguous()
+    tokens, inputs = x.shape
+    out = torch.empty(tokens, outputs, dtype=x.dtype)
+    loaded = library()
+    assert loaded is not None
+    passed = [ctypes.c_int64(value) if isinstance(value, int) else _pointer(value) for value in arguments]
+    sizes = [ctypes.c_int64(size) for size in (tokens, outputs, inputs)]
+    getattr(loaded, function)(_pointer(x), *passed, _pointer(out), *sizes)
+    return out
 
+
+def _empty(x: torch.Tensor, outputs: int, *_: torch.Tensor | int | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], outputs)
+
+
+@traceable("native_int8", _empty)
+def _int8(x: torch.Tensor, outputs: int, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return _run("quantgate_int8", x, outputs, codes, scale)
+
+
+@traceable("native_int4", _empty)
+def _int4(
+    x: torch.Tensor,
+    outputs: int,
+    nibbles: torch.Tensor,
+    scale: torch.Tensor,
+    scale_is_bf16: int,
+    zero_point: torch.Tensor | None,
+    group_size: int,
+) -> torch.Tensor:
+    return _run("quantgate_int4", x, outputs, nibbles, scale, scale_is_bf16, zero_point, group_size)
+
+
+@traceable("native_dynamic_int8", _empty)
+def _dynamic_int8(
+    x: torch.Tensor, outputs: int, codes: torch.Tensor, scale: torch.Tensor, sums: torch.Tensor
+) -> torch.Tensor:
+    function = {torch.bfloat16: "quantgate_dynamic_int8_bf16", torch.float32: "quantgate_dynamic_int8_fp32"}
+    return _run(function[x.dtype], x, outputs, codes, scale, sums)
+
+
+class _Native(nn.Module):
     outputs: int
     codes: torch.Tensor
     nibbles: torch.Tensor
     scale: torch.Tensor
     zero_point: torch.Tensor | None
     sums: torch.Tensor
-
-    def call(self, function: str, x: torch.Tensor, *arguments: torch.Tensor | int | None) -> torch.Tensor:
-        x = x.contiguous()
-        tokens, inputs = x.shape
-        out = torch.empty(tokens, self.outputs, dtype=x.dtype)
-        loaded = library()
-        assert loaded is not None
-        passed = [ctypes.c_int64(value) if isinstance(value, int) else _pointer(value) for value in arguments]
-        sizes = [ctypes.c_int64(size) for size in (tokens, self.outputs, inputs)]
-        getattr(loaded, function)(_pointer(x), *passed, _pointer(out), *sizes)
-        return out
 
 
 class NativeInt8(_Native):
@@ -82,7 +113,8 @@ class NativeInt8(_Native):
         self.register_buffer("scale", by_lanes(weight.scale.float()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call("quantgate_int8", x, self.codes, self.scale)
+        out: torch.Tensor = _int8(x, self.outputs, self.codes, self.scale)
+        return out
 
 
 class NativeInt4(_Native):
@@ -106,7 +138,8 @@ class NativeInt4(_Native):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         arguments = (self.nibbles, self.scale, self.scale_is_bf16, self.zero_point, self.group_size)
-        return self.call("quantgate_int4", x, *arguments)
+        out: torch.Tensor = _int4(x, self.outputs, *arguments)
+        return out
 
 
 class NativeDynamicInt8(_Native):
@@ -128,5 +161,5 @@ class NativeDynamicInt8(_Native):
         self.register_buffer("sums", nn.functional.pad(sums, (0, -self.outputs % LANES)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        function = {torch.bfloat16: "quantgate_dynamic_int8_bf16", torch.float32: "quantgate_dynamic_int8_fp32"}
-        return self.call(function[x.dtype], x, self.codes, self.scale, self.sums)
+        out: torch.Tensor = _dynamic_int8(x, self.outputs, self.codes, self.scale, self.sums)
+        return out

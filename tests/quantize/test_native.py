@@ -160,3 +160,26 @@ def test_they_can_be_turned_off(monkeypatch):
     assert native.library() is None
     monkeypatch.undo()
     load_native.cache_clear()
+
+
+def test_torch_compile_sees_one_graph():
+    x = torch.randn(3, 96).bfloat16()
+    for kernel in (
+        NativeInt8(random_weight(Scheme(8), 40, 96)),
+        NativeInt4(random_weight(Scheme(4, 32, False), 40, 96)),
+        NativeDynamicInt8(random_weight(Scheme(8, activations="int8"), 40, 96)),
+    ):
+        compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), kernel(x))
+
+
+def test_the_operators_keep_their_promises_to_torch():
+    x = torch.randn(3, 96).bfloat16()
+    kernel = NativeInt4(random_weight(Scheme(4, 32, False), 40, 96))
+    arguments = (kernel.nibbles, kernel.scale, kernel.scale_is_bf16, kernel.zero_point, kernel.group_size)
+    torch.library.opcheck(torch.ops.quantgate.native_int4.default, (x, 40, *arguments))
+    kernel = NativeInt8(random_weight(Scheme(8), 40, 96))
+    torch.library.opcheck(torch.ops.quantgate.native_int8.default, (x, 40, kernel.codes, kernel.scale))
+    kernel = NativeDynamicInt8(random_weight(Scheme(8, activations="int8"), 40, 96))
+    arguments = (x, 40, kernel.codes, kernel.scale, kernel.sums)
+    torch.library.opcheck(torch.ops.quantgate.native_dynamic_int8.default, arguments)
