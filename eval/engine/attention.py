@@ -168,7 +168,7 @@ def _causal_attention(
     if window is not None:
         hidden |= hidden.new_ones(hidden.shape).tril(-window)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-    return (weights @ value.float().repeat_interleave(groups, dim=0)).transpose(0, 1)
+    return (weights @ value.float().repeat_interleave(groups, dim=0)).transpose(0, 1).contiguous()
 
 
 @contextlib.contextmanager

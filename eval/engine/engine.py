@@ -29,6 +29,7 @@ from eval.engine.kv_cache import KV_DTYPES, MODEL_DTYPES, KVCache, choose_num_bl
 from eval.engine.model_runner import ModelRunner, StepLogits, probe_geometry
 from eval.engine.native_linear import use_native_linears
 from eval.engine.outcomes import Completion, Outcome, Score, StepOutput, completion_of, take_samples, take_scores
+from eval.engine.packing_probe import refuse_unless_packable
 from eval.engine.prompts import Prompt, encode, encode_pair, load_tokenizer
 from eval.engine.request import Request, SamplingParams
 from eval.engine.sampler import sample_each
@@ -62,6 +63,7 @@ class Engine:
         weights_digest = self._digests.setdefault("weights_digest", None) or model_digest(model)
         self._digests["weights_digest"] = weights_digest
         geometry = probe_geometry(model)
+        refuse_unless_packable(model, geometry)
         self._vocab_size = vocabulary_size(model)
         self._context = context_tokens(model, config.max_model_len)
         self._kv_dtype = model.dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]

@@ -209,25 +209,52 @@ def test_unknown_option_is_refused_by_name():
         Engine.from_checkpoint("nowhere", blocksize=3)
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "mamba", "gpt_oss"])
-def test_attention_out_of_reach_is_refused_by_name(architecture):
-    sizes = {
-        "bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 2},
-        "mamba": {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4},
-        "gpt_oss": {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "intermediate_size": 32,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-        },
-    }
-    config = AutoConfig.for_model(architecture, vocab_size=64, **sizes[architecture])
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+OUT_OF_REACH = {
+    "ALiBi": ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "0 of its 1 layers reach"),
+    "ALiBi in attention of its own": ("mpt", {"d_model": 32, "n_layers": 1, "n_heads": 2}, "0 of its 1 layers reach"),
+    "a state in place of attention": ("mamba", _SIZES | {"state_size": 4}, "layers of kind linear_attention"),
+    "a state beside attention": (
+        "jamba",
+        _SIZES | {"num_key_value_heads": 2, "num_experts": 2, "mamba_d_state": 4, "attn_layer_offset": 1},
+        "layers of kind linear_attention",
+    ),
+    "sinks": (
+        "gpt_oss",
+        _SIZES | {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+        "its attention uses s_aux",
+    ),
+    "latent keys and values": (
+        "deepseek_v3",
+        _SIZES
+        | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        | {"num_key_value_heads": 2, "first_k_dense_replace": 2},
+        "keys and values differ in shape",
+    ),
+    "attention in chunks": (
+        "llama4_text",
+        _SIZES | {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 1, "intermediate_size_mlp": 32},
+        "layers of kind chunked_attention",
+    ),
+    "a decoder that counts positions itself": (
+        "bart",
+        {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32},
+        "change with what stands before it",
+    ),
+    "cross-attention": (
+        "trocr",
+        {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32},
+        "no logits_to_keep",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OUT_OF_REACH)
+def test_a_decoder_out_of_reach_is_refused_by_name(kind):
+    architecture, sizes, reason = OUT_OF_REACH[kind]
+    config = AutoConfig.for_model(architecture, vocab_size=64, pad_token_id=0, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with pytest.raises(EvalError, match=type(model).__name__):
+    with pytest.raises(EvalError, match=f"{type(model).__name__}: .*{reason}"):
         Engine(model, None, EngineConfig(num_blocks=10))
 
 

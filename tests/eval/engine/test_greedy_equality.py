@@ -1,11 +1,14 @@
 """A request's greedy tokens are transformers' own, whatever else the engine does at the same time."""
 
+import random
+
 import pytest
 import torch
 
 from eval.engine import Engine, EngineConfig, SamplingParams
 from eval.errors import EvalError
 
+CONTEXT = 128
 MAX_TOKENS = 12
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 
@@ -22,7 +25,17 @@ SCHEDULES = {
     "torch attention": {"attention_backend": "torch"},
     "one-token blocks": {"block_size": 1},
 }
-OTHERS = ("qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt_neox", "opt")
+OTHERS = ("qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_neox", "opt")
+SCHEDULES_OF_OTHERS = (
+    {},
+    {"max_prefill_chunk": 1},
+    {"max_prefill_chunk": 7},
+    {"max_batched_tokens": 9, "max_num_seqs": 8},
+    {"num_blocks": 40},
+    {"num_blocks": 40, "prefix_caching": False, "max_prefill_chunk": 5},
+    {"prefix_caching": False},
+    {"attention_backend": "torch"},
+)
 
 
 def engine_on(model, **options):
@@ -76,10 +89,67 @@ def test_other_architectures(architecture, tiny_model, random_prompts, greedy_re
     prompts[1] = prompts[0][:20] + prompts[1]
     expected = greedy_reference(tiny_model(architecture), prompts, MAX_TOKENS)
     model = tiny_model(architecture)
-    for options in ({}, {"max_prefill_chunk": 7}, {"num_blocks": 40}, {"attention_backend": "torch"}):
+    for options in SCHEDULES_OF_OTHERS:
         engine = engine_on(model, **options)
         assert tokens_of(engine, prompts) == expected, f"{architecture} with {options}"
         assert [tokens_of(engine, [prompt])[0] for prompt in prompts[:3]] == expected[:3]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", *OTHERS])
+def test_preemptions_and_aborts_at_any_step_change_nothing(
+    architecture, prefix_caching, tiny_model, random_prompts, greedy_reference
+):
+    """Requests come and are aborted at random; now and then somebody takes all free blocks for a step, so that whoever
+    needs one is preempted."""
+    chance = random.Random(f"{architecture} {prefix_caching}")
+    prompts = random_prompts(10)
+    prompts[::3] = [prompts[1][:25] + prompt[:20] for prompt in prompts[::3]]
+    expected = greedy_reference(tiny_model(architecture), prompts, MAX_TOKENS)
+    chunk = {"max_prefill_chunk": chance.choice((1, 3, 8, None)), "prefix_caching": prefix_caching}
+    engine = engine_on(tiny_model(architecture), num_blocks=70, max_num_seqs=6, **chunk)
+    waiting = [*range(len(prompts)), *chance.sample(range(len(prompts)), 6)]
+    tokens, prompt_of = {}, {}
+    while waiting or engine.has_unfinished():
+        for _ in range(min(len(waiting), chance.choice((0, 1, 1, 2)))):
+            index = waiting.pop()
+            request_id = engine.add_request(prompts[index], PARAMS)
+            prompt_of[request_id], tokens[request_id] = index, []
+        ended = {record.request_id for record in engine.telemetry.requests}
+        live = [request_id for request_id in tokens if request_id not in ended]
+        if live and chance.random() < 0.1:
+            engine.abort(chance.choice(live))
+        taken = engine.pool.allocate(engine.pool.num_free if chance.random() < 0.3 else 0)
+        for output in engine.step():
+            tokens[output.request_id] += output.new_token_ids
+        engine.pool.release(taken)
+        engine.check_integrity()
+    reasons = {record.request_id: record.finish_reason for record in engine.telemetry.requests}
+    for request_id, found in tokens.items():
+        of_prompt = expected[prompt_of[request_id]]
+        assert found == (of_prompt if reasons[request_id] == "length" else of_prompt[: len(found)])
+    assert set(reasons.values()) == {"length", "abort"}
+    assert sum(record.preemptions for record in engine.telemetry.requests) > 1
+
+
+@pytest.mark.parametrize(
+    ("architecture", "without"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("gemma2", {"sliding_window": CONTEXT}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma3_text", {"sliding_window": CONTEXT}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "sliding_attention"]}),
+    ],
+    ids=str,
+)
+def test_what_the_tiny_models_have_shows_in_their_tokens(
+    architecture, without, tiny_model, random_prompts, greedy_reference
+):
+    """Otherwise equality would say nothing about it."""
+    prompts = random_prompts(10)
+    has, lacks = (greedy_reference(tiny_model(architecture, **each), prompts, MAX_TOKENS) for each in ({}, without))
+    assert sum(map(list.__ne__, has, lacks)) > len(prompts) / 2
 
 
 def test_longrope_runs_within_its_original_context(tiny_model, random_prompts, greedy_reference):
