@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool, root_hash
 from eval.engine.config import EngineConfig
+from eval.engine.draft_model import DraftModel
 from eval.engine.identity import (
     checkpoint_digests,
     context_tokens,
@@ -67,10 +68,20 @@ class Engine:
         self._vocab_size = vocabulary_size(model)
         self._context = context_tokens(model, config.max_model_len)
         self._kv_dtype = model.dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]
+        self._block_bytes = geometry.block_bytes(config.block_size, self._kv_dtype)
+        self._speculator: Speculator | None = None
+        self._draft_model: DraftModel | None = None
+        if config.speculative == PROMPT_LOOKUP:
+            self._speculator = PromptLookup(config.speculative_tokens)
+        elif config.speculative is not None:
+            if not Path(config.speculative).exists():
+                raise EvalError(
+                    f"speculative {config.speculative!r}: it is neither {PROMPT_LOOKUP} nor a checkpoint that is there"
+                )
+            self._speculator = self._draft_model = DraftModel(Path(config.speculative), model, tokenizer, config)
         num_blocks = config.num_blocks or choose_num_blocks(
-            geometry,
+            self._block_bytes + (self._draft_model.block_bytes if self._draft_model else 0),
             config.block_size,
-            self._kv_dtype,
             config.max_num_seqs,
             self._context,
             model.device,
@@ -94,7 +105,8 @@ class Engine:
             root_hash(weights_digest, str(self._kv_dtype)),
         )
         self._kv = KVCache.allocate(geometry, num_blocks, config.block_size, self._kv_dtype, model.device)
-        self._block_bytes = geometry.block_bytes(config.block_size, self._kv_dtype)
+        if self._draft_model is not None:
+            self._draft_model.allocate(num_blocks, self._context)
         self._native_linears = use_native_linears(model)
         self._runner = ModelRunner(
             model,
@@ -105,11 +117,6 @@ class Engine:
             self._context,
         )
         self._stop_ids = end_of_sequence_ids(model)
-        self._speculator: Speculator | None = None
-        if config.speculative == PROMPT_LOOKUP:
-            self._speculator = PromptLookup(config.speculative_tokens)
-        elif config.speculative is not None:
-            raise EvalError(f"speculative {config.speculative!r} is unknown: use {PROMPT_LOOKUP}, or leave it out")
         self._requests: dict[str, list[Request]] = {}
         self._undelivered: list[StepOutput] = []
         self._sequence = 0
@@ -172,8 +179,7 @@ class Engine:
         outputs, self._undelivered = self._undelivered, []
         evictions = self.pool.evictions
         started = time.perf_counter()
-        if self._speculator is not None:
-            self._speculator.propose([request for request in self.scheduler.running if request.is_decoding])
+        outputs += self._draft()
         plan = self.scheduler.schedule()
         if plan.num_tokens == 0:
             return outputs
@@ -193,10 +199,7 @@ class Engine:
         except BaseException as error:
             # The plan's blocks are named but hold nothing sure: nobody may find them.
             self.pool.forget_all()
-            for request in list(plan.requests()):
-                if not request.finished:
-                    ended = self._finish(request, "error", f"{type(error).__name__}: {error}")
-                    outputs += [_output_of(sample, []) for sample in ended]
+            outputs += self._fail(list(plan.requests()), error)
             if not isinstance(error, Exception):
                 self._undelivered = outputs
                 raise
@@ -215,6 +218,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise EvalError unless every KV block and row is accounted for."""
         self.scheduler.check_integrity()
+        if self._draft_model is not None:
+            self._draft_model.check_integrity()
 
     # Many at once
 
@@ -291,21 +296,40 @@ class Engine:
             "max_batched_tokens": self.config.max_batched_tokens,
             "prefix_caching": self.config.prefix_caching,
             "scheduler_policy": self.config.scheduler_policy,
-            "speculative": self.config.speculative,
+            "speculative": self._draft_model.digest if self._draft_model else self.config.speculative,
             "speculative_tokens": self.config.speculative_tokens if self.config.speculative else None,
         }
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the served weights and of the KV cache as allocated, and what a token takes of it."""
+        """Bytes of the served weights and of the KV cache as allocated, and what a token takes of it; a draft model's
+        are among them."""
+        draft = self._draft_model
+        block_bytes = self._block_bytes + (draft.block_bytes if draft else 0)
         return {
-            "weights_bytes": int(numerics(self.model)["weights_bytes"]),
-            "kv_cache_bytes": self._kv.nbytes,
-            "kv_block_bytes": self._block_bytes,
-            "kv_bytes_per_token": self._block_bytes // self.config.block_size,
+            "weights_bytes": int(numerics(self.model)["weights_bytes"]) + (draft.weights_bytes if draft else 0),
+            "kv_cache_bytes": sum(tensor.nbytes for tensor in self.kv_tensors),
+            "kv_block_bytes": block_bytes,
+            "kv_bytes_per_token": block_bytes // self.config.block_size,
             "kv_blocks": self.pool.num_blocks,
         }
 
+    @property
+    def kv_tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that is kept of tokens."""
+        return self._kv.tensors + (self._draft_model.kv.tensors if self._draft_model else ())
+
     # The parts of a step
+
+    def _draft(self) -> list[StepOutput]:
+        """Have drafts proposed; an exception there ends the requests that they were for."""
+        if self._speculator is None:
+            return []
+        requests = [request for request in self.scheduler.running if request.is_decoding]
+        try:
+            self._speculator.propose(requests)
+        except Exception as error:
+            return self._fail(requests, error)
+        return []
 
     def _outcomes(self, result: StepLogits) -> Iterator[Outcome]:
         if result.sampled:
@@ -363,6 +387,11 @@ class Engine:
             )
         )
         self._step += 1
+
+    def _fail(self, requests: list[Request], error: BaseException) -> list[StepOutput]:
+        message = f"{type(error).__name__}: {error}"
+        live = [request for request in requests if not request.finished]
+        return [_output_of(ended, []) for request in live for ended in self._finish(request, "error", message)]
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> list[Request]:
         """End a request, and with it the samples that still wait for its prompt; gives all that ended."""

@@ -38,9 +38,8 @@ class KVGeometry:
 
 
 def choose_num_blocks(
-    geometry: KVGeometry,
+    block_bytes: int,
     block_size: int,
-    dtype: torch.dtype,
     max_num_seqs: int,
     max_total_tokens: int,
     device: torch.device,
@@ -53,7 +52,6 @@ def choose_num_blocks(
         kv_cache_bytes = CPU_DEFAULT_BYTES
         if device.type == "cuda":
             kv_cache_bytes = int(GPU_DEFAULT_SHARE * torch.cuda.mem_get_info(device)[0])
-    block_bytes = geometry.block_bytes(block_size, dtype)
     if kv_cache_bytes < block_bytes:
         raise EvalError(f"kv_cache_bytes is {kv_cache_bytes}: one KV block of this model takes {block_bytes} bytes")
     wanted = max_num_seqs * -(-max_total_tokens // block_size)

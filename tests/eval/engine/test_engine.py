@@ -195,7 +195,6 @@ def test_request_that_can_never_run_is_refused_at_once(engine, prompt, params, m
         ({"max_model_len": 500}, "max_model_len is 500: this model has 128 positions"),
         ({"kv_cache_bytes": 10}, "one KV block of this model takes"),
         ({"scheduler_policy": "lifo"}, "fcfs, priority"),
-        ({"speculative": "magic"}, "speculative 'magic' is unknown: use prompt-lookup"),
         ({"max_batched_tokens": 4}, "below max_num_seqs"),
     ],
 )
