@@ -1,6 +1,7 @@
 """Results of checkpoints named on the command line: measured once, kept in the cache, shown as tables."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,18 +63,21 @@ def measure_checkpoint(
     kv_dtype: str,
     out: Path | None,
     progress: Progress,
+    drafting: Mapping[str, Any] | None = None,
     confidence: float = 0.95,
 ) -> SpeedResult:
     """Speed and memory of one checkpoint, alone or paired, from the cache where the same measurement stands there.
-    `kv_dtype` is the checkpoint's, not the baseline's."""
+    `kv_dtype` and `drafting` (engine options) are the checkpoint's, not the baseline's."""
     chosen = load_workload(workload)
     other = Checkpoint.open(against).content_digest()[:12] if against else "alone"
+    if drafting:
+        other += "-" + _short_digest(json.dumps(drafting, sort_keys=True))
     return measure(
         checkpoint,
         against=against,
         workload=chosen,
         out=out or _kept(checkpoint, kv_dtype) / f"speed-{chosen.name}-{other}",
-        candidate_options=kv_options(kv_dtype),
+        candidate_options=kv_options(kv_dtype) | dict(drafting or {}),
         repeats=repeats,
         confidence=confidence,
         progress=progress,

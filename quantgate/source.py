@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from quantgate import home
 from quantgate.errors import FrontDoorError
@@ -32,6 +33,17 @@ def resolve_checkpoint(reference: str, progress: Progress | None = None) -> Path
         return _from_hub(reference, progress)
     known = ", ".join(FETCHABLE)
     raise FrontDoorError(f"no such checkpoint: {reference} (give a folder, a .gguf file, a hub id, or one of: {known})")
+
+
+def speculative_options(speculative: str | None, tokens: int, progress: Progress | None = None) -> dict[str, Any]:
+    """Engine options for what a user types at --speculative; none without."""
+    from eval.engine.speculative import PROMPT_LOOKUP
+
+    if speculative is None:
+        return {}
+    if speculative != PROMPT_LOOKUP:
+        speculative = str(resolve_checkpoint(speculative, progress).resolve())
+    return {"speculative": speculative, "speculative_tokens": tokens}
 
 
 def _looks_like_hub_id(reference: str) -> bool:

@@ -4,7 +4,9 @@ The one idea: a record is frozen and flat, so that a list of them is a table. Ti
 otherwise; `time` is seconds since the epoch.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from eval.engine.request import Request
 
@@ -73,6 +75,16 @@ class Speculation:
             counts += [0] * (drafted - len(counts))
             for place in range(length):
                 counts[place] += 1
+
+    @classmethod
+    def of_all(cls, parts: Iterable["Speculation"]) -> "Speculation":
+        """The sum of the parts."""
+        parts = list(parts)
+        drafted, accepted = (
+            [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+            for rows in ([part.drafted for part in parts], [part.accepted for part in parts])
+        )
+        return cls(drafted, accepted)
 
     @property
     def drafts(self) -> int:

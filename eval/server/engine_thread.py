@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from eval.engine import Engine, EvalError, SamplingParams
 from eval.engine.request import Request
-from eval.engine.telemetry import RequestRecord, StepRecord
+from eval.engine.telemetry import RequestRecord, Speculation, StepRecord
 
-Observer = Callable[[list[RequestRecord], list[StepRecord]], None]
+Observer = Callable[[list[RequestRecord], list[StepRecord], Speculation], None]
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class EngineThread:
     def _observe(self) -> None:
         telemetry = self.engine.telemetry
         if telemetry.requests or telemetry.steps:
-            self._observer(list(telemetry.requests), list(telemetry.steps))
+            self._observer(list(telemetry.requests), list(telemetry.steps), telemetry.speculation)
             telemetry.clear()
 
     def _add(

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from eval.engine import Engine
-from eval.engine.telemetry import RequestRecord, StepRecord
+from eval.engine.telemetry import RequestRecord, Speculation, StepRecord
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -34,12 +34,15 @@ class Metrics:
         self._output = counter("generation_tokens", "Tokens that finished requests were given")
         self._evictions = counter("kv_block_evictions", "Cached KV blocks that gave way")
         self._preemptions = counter("preemptions", "Times that a finished request had to begin anew")
+        self._drafts = counter("speculative_drafts", "Drafts that a step verified")
+        self._drafted = counter("speculative_draft_tokens", "Tokens of these drafts")
+        self._accepted = counter("speculative_accepted_tokens", "Draft tokens that came true, by place", "position")
         self._finished = counter("requests_finished", "Requests that ended", "finish_reason")
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS)
         self._tpot = histogram("time_per_output_token_seconds", "Mean time per token after the first", TPOT_BUCKETS)
         self._peak = 0.0
 
-    def observe(self, requests: list[RequestRecord], steps: list[StepRecord]) -> None:
+    def observe(self, requests: list[RequestRecord], steps: list[StepRecord], speculation: Speculation) -> None:
         """What one step brought."""
         for record in requests:
             self._finished.labels(record.finish_reason).inc()
@@ -51,6 +54,10 @@ class Metrics:
                 self._ttft.observe(record.ttft_ms / 1e3)
             if record.tpot_ms is not None:
                 self._tpot.observe(record.tpot_ms / 1e3)
+        self._drafts.inc(speculation.drafts)
+        self._drafted.inc(sum(speculation.drafted))
+        for place, accepted in enumerate(speculation.accepted, start=1):
+            self._accepted.labels(place).inc(accepted)
         for step in steps:
             self._evictions.inc(step.eviction_count)
             self._peak = max(self._peak, step.block_usage)

@@ -98,7 +98,8 @@ def run_block(engine: Steppable, traffic: Traffic, on_finished: Callable[[int], 
             on_finished(len(seen) - len(in_flight))
     records = {record.request_id: record for record in engine.telemetry.requests}
     timings = tuple(_timing(one, records.get(request_id)) for request_id, one in seen.items())
-    return DrivenBlock(Block(timings, tuple(steps)), list(records.values()), list(engine.telemetry.steps))
+    block = Block(timings, tuple(steps), engine.telemetry.speculation)
+    return DrivenBlock(block, list(records.values()), list(engine.telemetry.steps))
 
 
 def _is_due(traffic: Traffic, request: PlannedRequest, elapsed_s: float, in_flight: int) -> bool:

@@ -6,9 +6,11 @@ but counts against goodput. Times are seconds on one clock; metrics are millisec
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from eval.engine.telemetry import Speculation
 
 PERCENTILES = (50, 90, 95, 99)
 STATISTICS = (*(f"p{percentile}" for percentile in PERCENTILES), "mean", "max")
@@ -25,6 +27,9 @@ DEFINITIONS = {
     "output_tokens_per_second": "output tokens of measured requests / measured window",
     "requests_per_second": "finished measured requests / measured window",
     "goodput": "measured requests per second that kept the SLO's TTFT and TPOT limits",
+    "speculative_accept_rate": "accepted / drafted tokens, warm-up included; position_N: the share that came true up "
+    "to place N, of the drafts that reached it",
+    "speculative_accepted_length": "1 + accepted tokens / drafts: what a step with a draft gives a request",
     "window": "first measured arrival to last measured token; warm-up requests come before it and are left out",
     "percentiles": "linear interpolation between order statistics, over the requests (or gaps) of all blocks",
 }
@@ -73,6 +78,7 @@ class Block:
 
     requests: tuple[RequestTiming, ...]
     steps: tuple[StepTiming, ...]
+    speculation: Speculation = field(default_factory=Speculation)
 
     def measured(self) -> list[RequestTiming]:
         """The requests after warm-up."""

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.engine.engine import ENGINE_VERSION
+from eval.engine.speculative import PROMPT_LOOKUP
+from eval.engine.telemetry import Speculation
 from eval.errors import EvalError
 from eval.speed.bootstrap import RESAMPLING
 from eval.speed.machine import QUIET_CORES, Machine, describe_machine
@@ -71,7 +73,8 @@ def measure(
     Args:
         repeats: blocks per side; None takes the workload's own. Even numbers balance the order A B B A.
         engine_options: keywords of `Engine.from_checkpoint`, the same for both sides.
-        candidate_options: those in which the candidate's variant differs from its baseline's (`kv_dtype`).
+        candidate_options: those in which the candidate's variant differs from its baseline's (`kv_dtype`,
+            `speculative`).
         threads: torch threads of a worker; None leaves torch's choice.
         price_per_hour: what the machine costs, for `cost_per_million_tokens`.
         confidence: of the ratios' two-sided intervals; a policy is held against intervals of its own confidence.
@@ -89,6 +92,11 @@ def measure(
         {"candidate": Path(candidate)} if against is None else {"baseline": Path(against), "candidate": Path(candidate)}
     )
     checkpoints = {side: _opened(path) for side, path in sides.items()}
+    drafts = {
+        f"draft of the {side}": _opened(Path(drafter))
+        for side in sides
+        if (drafter := options_of[side].get("speculative")) not in (None, PROMPT_LOOKUP)
+    }
     machine = describe_machine()
     settings = {
         "engine_options": options,
@@ -98,7 +106,7 @@ def measure(
         "price_per_hour": price_per_hour,
         "confidence": confidence,
     }
-    key = _key(checkpoints, workload, settings, machine)
+    key = _key(checkpoints | drafts, workload, settings, machine)
     if reuse and (out / SPEED_FILE).is_file():
         with_same_key = _read_if_same(out, key)
         if with_same_key is not None:
@@ -249,7 +257,7 @@ def _keep(state: _Side, side: str, traffic: Traffic, answer: dict[str, Any]) -> 
         failed = next(request for request in requests if not request.warmup)
         raise EvalError(f"{side}: every request of {traffic.workload} failed, the first with: {failed.error}")
     steps = tuple(StepTiming(**step) for step in answer["steps"])
-    state.blocks[traffic.workload].append(Block(requests, steps))
+    state.blocks[traffic.workload].append(Block(requests, steps, Speculation(**answer["speculation"])))
     state.request_records += answer["request_records"]
     state.step_records += [{**record, "variant": side} for record in answer["step_records"]]
 
@@ -276,7 +284,9 @@ def _summarise(
     for side, state in workers.items():
         for name, blocks in state.blocks.items():
             flat[side] |= measured_metrics(name, blocks, limits)
-            flat[side] |= _bandwidth(name, blocks, state.memory, machine)
+            if state.identity["speculative"] in (None, PROMPT_LOOKUP):
+                # A draft model reads its weights once per token that it drafts, which nobody counts.
+                flat[side] |= _bandwidth(name, blocks, state.memory, machine)
             rate = flat[side].get(f"speed.{name}.output_tokens_per_second")
             if price_per_hour is not None and rate:
                 flat[side][f"speed.{name}.cost_per_million_tokens"] = cost_per_million_tokens(price_per_hour, rate)

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Mapping, Sequence
 
+from eval.engine.telemetry import Speculation
 from eval.speed.bootstrap import Interval, pair_ratio_interval, request_ratio_intervals, step_ratio_interval
 from eval.speed.metrics import (
     LATENCIES,
@@ -34,8 +35,21 @@ def measured_metrics(name: str, blocks: Sequence[Block], limits: SloLimits | Non
     per_block = [window_rates(block, limits) for block in blocks]
     for metric in per_block[0]:
         found[f"speed.{name}.{metric}"] = pooled([rates[metric] for rates in per_block if metric in rates]).per_second
+    found |= _speculation_metrics(name, Speculation.of_all(block.speculation for block in blocks))
     found[f"speed.{name}.failed_requests"] = float(sum(not r.finished for block in blocks for r in block.measured()))
     return found
+
+
+def _speculation_metrics(name: str, speculation: Speculation) -> dict[str, float]:
+    """None when nothing was drafted."""
+    if speculation.accept_rate is None or speculation.mean_accepted_length is None:
+        return {}
+    rates = enumerate(speculation.accept_rate_per_position, start=1)
+    return {
+        f"speed.{name}.speculative_accept_rate": speculation.accept_rate,
+        f"speed.{name}.speculative_accepted_length": speculation.mean_accepted_length,
+        **{f"speed.{name}.speculative_accept_rate.position_{place}": rate for place, rate in rates},
+    }
 
 
 def ratio_metrics(

@@ -4,7 +4,7 @@ A process of its own makes peak memory this side's own and keeps one side's thre
 other's times. It does nothing until it is told to, and it ends with its parent whatever happens to that.
 
     load    {checkpoint, options, threads, variant, text}  -> {identity, memory, text_ids}
-    block   {traffic}                                      -> {requests, steps, request_records, step_records}
+    block   {traffic}                            -> {requests, steps, speculation, request_records, step_records}
     memory  {traffic}                                      -> {process_peak_bytes, activation_peak_bytes}
 
 While a block runs, lines {finished: n} come before the answer; a failure is {error: one line}.
@@ -75,6 +75,7 @@ class Worker:
         return {
             "requests": [asdict(request) for request in driven.block.requests],
             "steps": [asdict(step) for step in driven.block.steps],
+            "speculation": asdict(driven.block.speculation),
             "request_records": [asdict(record) for record in driven.request_records],
             "step_records": [asdict(record) for record in driven.step_records],
         }
@@ -90,7 +91,8 @@ class Worker:
         return {"process_peak_bytes": peak, "activation_peak_bytes": activations}
 
     def _weights_read_bytes(self) -> int:
-        """Served bytes that one decode step must read: all of them, but of an untied input embedding only rows."""
+        """Served bytes that one decode step must read: all of them, but of an untied input embedding only rows. (A
+        draft model's are among them, though it reads them for every token that it drafts.)"""
         model = self._engine.model
         into, out_of = model.get_input_embeddings().weight, model.get_output_embeddings()
         total = int(self._engine.memory()["weights_bytes"])

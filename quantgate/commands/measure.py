@@ -5,7 +5,15 @@ from typing import Annotated
 
 import typer
 
-from quantgate.commands.options import CheckpointArgument, DataDirOption, JsonOption, KVDtypeOption, LimitOption
+from quantgate.commands.options import (
+    CheckpointArgument,
+    DataDirOption,
+    JsonOption,
+    KVDtypeOption,
+    LimitOption,
+    SpeculativeOption,
+    SpeculativeTokensOption,
+)
 from quantgate.screen import Screen
 
 
@@ -62,6 +70,8 @@ def speed_command(
         int | None, typer.Option(min=1, help="Blocks per side, A B B A …; default: the workload's.")
     ] = None,
     kv_dtype: KVDtypeOption = "auto",
+    speculative: SpeculativeOption = None,
+    speculative_tokens: SpeculativeTokensOption = 4,
     out: Annotated[
         Path | None, typer.Option("--out", help="Result folder; default: in the cache, by content digest.")
     ] = None,
@@ -69,14 +79,16 @@ def speed_command(
 ) -> None:
     """Measure memory, TTFT, TPOT and tokens/s under a workload; against a baseline, as ratios with intervals.
 
-    --kv-dtype is CKPT's; the baseline keeps its model's.
+    --kv-dtype and --speculative are CKPT's; the baseline keeps its model's dtype and drafts nothing.
 
     Example: quantgate speed smollm2-gptq --against smollm2-135m --workload chat
 
     Example: quantgate speed smollm2-135m --against smollm2-135m --kv-dtype int8 --workload rag-long-prompt
+
+    Example: quantgate speed smollm2-135m --against smollm2-135m --speculative prompt-lookup --workload code-completion
     """
     from quantgate.results import measure_checkpoint, speed_table, validity_lines
-    from quantgate.source import resolve_checkpoint
+    from quantgate.source import resolve_checkpoint, speculative_options
 
     screen = Screen(json_output)
     with screen.progress() as progress:
@@ -88,6 +100,7 @@ def speed_command(
             workload=workload,
             repeats=repeats,
             kv_dtype=kv_dtype,
+            drafting=speculative_options(speculative, speculative_tokens, progress),
             out=out,
             progress=progress,
         )

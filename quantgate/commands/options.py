@@ -20,5 +20,10 @@ KVDtypeOption = Annotated[
         "--kv-dtype", help="What keys and values are kept in: auto (the model's), bfloat16, float16, float32, int8."
     ),
 ]
+SpeculativeOption = Annotated[
+    str | None,
+    typer.Option(help="Draft tokens ahead: prompt-lookup, or a smaller checkpoint with the same tokens."),
+]
+SpeculativeTokensOption = Annotated[int, typer.Option(min=1, help="Tokens drafted per request and step, at most.")]
 PolicyOption = Annotated[str, typer.Option(help="A policy file, or the name of one that ships.")]
 ActorOption = Annotated[str | None, typer.Option("--as", help="Who acts; default: the login name.")]

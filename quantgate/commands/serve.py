@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from quantgate.commands.options import CheckpointArgument, KVDtypeOption
+from quantgate.commands.options import CheckpointArgument, KVDtypeOption, SpeculativeOption, SpeculativeTokensOption
 
 
 def serve_command(
@@ -20,6 +20,8 @@ def serve_command(
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer; default: all.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longest prompt that is accepted.")] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered 429.")] = 256,
+    speculative: SpeculativeOption = None,
+    speculative_tokens: SpeculativeTokensOption = 4,
     drain_seconds: Annotated[int, typer.Option(min=0, help="On SIGTERM, time for running requests to end.")] = 30,
 ) -> None:
     """Serve a checkpoint with an OpenAI-compatible API: completions, chat completions, models, health, metrics.
@@ -29,10 +31,13 @@ def serve_command(
     from eval.engine import Engine
     from eval.server.app import ServerConfig
     from eval.server.serve import serve
-    from quantgate.source import resolve_checkpoint
+    from quantgate.source import resolve_checkpoint, speculative_options
 
     path = resolve_checkpoint(checkpoint)
-    engine = Engine.from_checkpoint(path, max_num_seqs=max_num_seqs, max_model_len=max_model_len, kv_dtype=kv_dtype)
+    drafting = speculative_options(speculative, speculative_tokens)
+    engine = Engine.from_checkpoint(
+        path, max_num_seqs=max_num_seqs, max_model_len=max_model_len, kv_dtype=kv_dtype, **drafting
+    )
     config = ServerConfig(
         model_name or checkpoint, api_key, max_prompt_tokens=max_prompt_tokens, max_waiting=max_waiting
     )

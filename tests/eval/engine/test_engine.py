@@ -4,8 +4,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.engine import Engine, EngineConfig, EvalError, SamplingParams
@@ -302,61 +300,4 @@ def test_identity_tells_weights_apart(tiny_model):
     assert first.identity()["kv_dtype"] == "float32"
     assert first.memory()["weights_bytes"] == sum(one.nbytes for one in other.parameters()) + sum(
         one.nbytes for one in other.buffers()
-    )
-
-
-EVENTS = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), st.integers(0, 5), st.integers(1, 12)),
-        st.tuples(st.just("abort"), st.integers(0, 12)),
-        st.tuples(st.just("step"), st.integers(1, 5)),
-    ),
-    min_size=1,
-    max_size=25,
-)
-PROMPTS = [[1, 2, 3] * 8, [1, 2, 3] * 8 + [4], [9], [5, 6] * 10, [1, 2, 3] * 4 + [7] * 9, [8] * 13]
-
-
-@pytest.fixture(scope="module")
-def expected_tokens(tiny_model):
-    engine = Engine(tiny_model("llama"), None, EngineConfig(block_size=4, num_blocks=200, prefix_caching=False))
-    return [engine.generate([prompt], SamplingParams(max_tokens=12))[0].token_ids for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def small_engine(tiny_model):
-    return Engine(tiny_model("llama"), None, EngineConfig(block_size=4, num_blocks=14, max_prefill_chunk=9))
-
-
-@settings(max_examples=40, deadline=None)
-@given(events=EVENTS)
-def test_any_run_leaves_the_pool_whole_and_the_tokens_right(events, small_engine, expected_tokens):
-    engine, added, tokens = small_engine, [], {}
-
-    def step():
-        for output in engine.step():
-            tokens[output.request_id] += output.new_token_ids
-        engine.check_integrity()
-
-    for event in events:
-        match event:
-            case ("add", prompt, max_tokens):
-                request_id = engine.add_request(PROMPTS[prompt], SamplingParams(max_tokens=max_tokens))
-                added.append((request_id, prompt, max_tokens))
-                tokens[request_id] = []
-            case ("abort", index) if index < len(added):
-                engine.abort(added[index][0])
-            case ("step", count):
-                for _ in range(count):
-                    step()
-    while engine.has_unfinished():
-        step()
-    assert engine.pool.num_used == 0
-    for request_id, prompt, max_tokens in added:
-        expected = expected_tokens[prompt][:max_tokens]
-        assert tokens[request_id] == expected[: len(tokens[request_id])]
-    finished = {record.request_id: record for record in engine.telemetry.requests}
-    assert all(
-        finished[request_id].finish_reason == "abort" or len(tokens[request_id]) == max_tokens
-        for request_id, _, max_tokens in added
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -284,6 +285,29 @@ def test_the_api_key_guards_the_api_and_not_the_probes(tiny_checkpoint):
         good = {"Authorization": "Bearer sésame".encode()}
         assert httpx.get(f"{address}/v1/models", headers=good).status_code == 200
         assert httpx.get(f"{address}/health").status_code == httpx.get(f"{address}/metrics").status_code == 200
+
+
+def test_the_choices_of_a_prompt_share_its_computation_and_drafts_are_counted(tiny_checkpoint):
+    engine = Engine.from_checkpoint(tiny_checkpoint, num_blocks=40, speculative=str(tiny_checkpoint))
+    prefilled = []
+    execute = engine._runner.execute
+
+    def spy(plan):
+        prefilled.append(plan.prefill_tokens)
+        return execute(plan)
+
+    engine._runner.execute = spy
+    with served(engine) as address:
+        body = {"prompt": [5, 6, 7, 8, 9], "n": 4, "max_tokens": 8, "seed": 1, "ignore_eos": True}
+        answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
+        metrics = httpx.get(f"{address}/metrics").text
+    assert len({choice["text"] for choice in answer["choices"]}) == 4
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert answer["usage"]["completion_tokens"] == 32
+    assert sum(prefilled) == 5
+    drafted = float(re.search(r"^quantgate_speculative_draft_tokens_total (\S+)", metrics, re.M).group(1))
+    accepted = [float(count) for count in re.findall(r"speculative_accepted_tokens_total{\S+} (\S+)", metrics)]
+    assert 0 < sum(accepted) <= drafted
 
 
 def test_a_full_queue_answers_429_with_a_time_to_wait(tiny_checkpoint):

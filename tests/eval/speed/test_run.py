@@ -118,6 +118,32 @@ def test_metrics_are_flat_finite_and_paired(paired):
     assert set(result.baseline_metrics) == {name for name in metrics if ".ratio" not in name}
 
 
+def test_a_side_that_drafts_is_measured_against_itself_without(tiny_checkpoint, workload, tmp_path):
+    result = measure(
+        tiny_checkpoint,
+        against=tiny_checkpoint,
+        workload=single_point(workload),
+        out=tmp_path / "speed",
+        engine_options=OPTIONS,
+        candidate_options={"speculative": str(tiny_checkpoint), "speculative_tokens": 3},
+        repeats=1,
+        threads=1,
+    )
+    name = single_point(workload).name
+    rate = result.metrics[f"speed.{name}.speculative_accept_rate"]
+    assert 0.5 < rate <= 1
+    assert result.metrics[f"speed.{name}.speculative_accept_rate.position_1"] >= rate
+    assert 2 < result.metrics[f"speed.{name}.speculative_accepted_length"] <= 4
+    assert not any("speculative" in metric for metric in result.baseline_metrics)
+    assert f"speed.{name}.bandwidth_utilization" in result.baseline_metrics
+    assert f"speed.{name}.bandwidth_utilization" not in result.metrics
+    assert result.validity["token_counts"] == result.validity["same_work"] == "pass"
+    assert result.baseline["speculative"] is None
+    assert result.candidate["speculative"] == result.candidate["weights_digest"]
+    rows = parquet.read_table(tmp_path / "speed" / "requests.parquet").to_pylist()
+    assert all((row["speculative_accept_rate"] is None) == (row["variant"] == "baseline") for row in rows)
+
+
 def test_memory_is_split_and_measured(paired):
     result, _ = paired
     metrics = result.metrics

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from eval.engine.telemetry import Speculation
 from eval.speed.metrics import Block, RequestTiming, SloLimits, StepTiming
 from eval.speed.summary import cost_per_million_tokens, measured_metrics, memory_metrics, ratio_metrics
 
@@ -48,6 +49,21 @@ def test_a_side_against_itself_has_one_inside_its_intervals_as_often_as_they_cla
         inside += [low <= 1 <= found[f"{name}.high"] for name, low in lows.items()]
     assert len(inside) > 8 * 15
     assert np.mean(inside) >= 0.9  # eight trials, each with some thirty intervals that move together
+
+
+def test_drafts_are_pooled_over_the_blocks():
+    def drafting(*drafts):
+        speculation = Speculation()
+        for drafted, accepted in drafts:
+            speculation.add(drafted, accepted)
+        return Block((), (), speculation)
+
+    found = measured_metrics("w", [drafting((2, 2), (2, 0)), drafting(), drafting((1, 0))], None)
+    assert found["speed.w.speculative_accept_rate"] == 2 / 5
+    assert found["speed.w.speculative_accepted_length"] == 1 + 2 / 3
+    assert found["speed.w.speculative_accept_rate.position_1"] == 1 / 3
+    assert found["speed.w.speculative_accept_rate.position_2"] == 1 / 2
+    assert not any("speculative" in metric for metric in measured_metrics("w", [Block((), ())], None))
 
 
 def test_a_side_twice_as_fast_is_seen_in_latency_and_in_rate():
