@@ -24,7 +24,8 @@ NAME = "quantgate_paged"
 class StepContext:
     """One step's flat batch of T tokens from R requests, in order. `query_starts` [R + 1], `context_lens` [R] (tokens
     of the request after this step) and `block_tables` [R, blocks] are int32, `slot_mapping` [T] int64: where each
-    token's key and value go."""
+    token's key and value go. A request with a negative slot and no context is padding, which only the backends "torch"
+    and "triton" take: nothing is written for it, and its output is zeros."""
 
     kv: KVCache
     query_starts: torch.Tensor
@@ -69,11 +70,14 @@ class TorchAttention:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        step.kv.write(layer, step.slot_mapping, key, value)
+        kept = step.slot_mapping >= 0
+        step.kv.write(layer, step.slot_mapping[kept], key[kept], value[kept])
         block_size, groups = step.kv.block_size, query.shape[1] // key.shape[1]
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
         starts, lens = step.query_starts.tolist(), step.context_lens.tolist()
         for row, context_len in enumerate(lens):
+            if context_len == 0:
+                continue
             blocks = step.block_tables[row, : -(-context_len // block_size)].long()
             offsets = torch.arange(block_size, device=blocks.device)
             slots = (blocks[:, None] * block_size + offsets).flatten()[:context_len]

@@ -191,11 +191,14 @@ class Engine:
         decode_tokens = len(plan.decodes)
         try:
             result = self._runner.execute(plan)
+            if self._speculator is None and self.scheduler.num_waiting == 0 and len(plan.decodes) == active:
+                result = self._runner.run_ahead(plan, result)
             self.scheduler.advance(plan)
-            for outcome in self._outcomes(result):
-                if outcome.drafted:
-                    decode_tokens += len(outcome.new_token_ids)
-                outputs += self._settle(outcome)
+            with self._runner.sampling():
+                for outcome in self._outcomes(result):
+                    if outcome.drafted:
+                        decode_tokens += len(outcome.new_token_ids)
+                    outputs += self._settle(outcome)
         except BaseException as error:
             # The plan's blocks are named but hold nothing sure: nobody may find them.
             self.pool.forget_all()

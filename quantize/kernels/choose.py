@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import torch
@@ -49,10 +50,13 @@ def _on_cpu(weight: QuantizedWeight, dtype: torch.dtype) -> nn.Module | None:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and this GPU has the instructions of our kernels: NVIDIA's, from Ampere on."""
+    """Whether Triton is installed and this GPU has the instructions of our kernels: NVIDIA's, from Ampere on. In
+    Triton's interpreter (TRITON_INTERPRET=1) they run on any device, at a crawl."""
     if torch.version.hip is not None or find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def in_triton(weight: QuantizedWeight, dtype: torch.dtype) -> nn.Module | None:
