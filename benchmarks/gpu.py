@@ -171,8 +171,8 @@ def check_attention(device: torch.device, query_lens: list[int], dtype: torch.dt
 
 def checks(device: torch.device, small: bool) -> Iterator[tuple[str, Callable[[], float]]]:
     """(name, what gives the largest error over its bound: right when at most 1)"""
-    batches = (1, 65) if small else (1, 5, 16, 33, 64, 65, 200)
-    sizes = ((70, 384),) if small else ((70, 384), (1024, 4096), (4096, 14_336))
+    batches = (1, 65) if small else (1, 16, 33, 64, 200)
+    sizes = ((70, 384),) if small else ((70, 384), (1024, 4096))
     for scheme in (Scheme(4, 128), Scheme(4, 32, False), Scheme(4, -1), Scheme(8), Scheme(8, 64, False)):
         for outputs, inputs in sizes:
             for tokens in batches:

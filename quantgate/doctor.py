@@ -76,7 +76,8 @@ def _quietness(foreign_cores: float, quiet: bool) -> Finding:
 
 def _gpu(names: list[str]) -> Finding:
     if names:
-        return Finding("GPU", ", ".join(names))
+        proof = "our GPU kernels have run in Triton's interpreter only: benchmarks/gpu.py checks them on this card"
+        return Finding("GPU", ", ".join(names), True, proof)
     return Finding("GPU", "none", True, "not needed; for one, install a CUDA build of torch into this environment")
 
 
@@ -108,8 +109,11 @@ def _kernels() -> list[Finding]:
     }
     for what, scheme in schemes.items():
         name = str(choose_kernel(quantize_rtn(weight, scheme), device, torch.bfloat16).name)
-        fast = name.startswith("native") or device.type == "cuda"
-        remedy = "" if fast else "slower than it could be: needs a C++ compiler and AVX-512 with BF16 and VNNI"
+        fast = name.startswith(("native", "triton"))
+        needs = "Triton and an NVIDIA GPU, Ampere or newer"
+        if device.type == "cpu":
+            needs = "a C++ compiler and AVX-512 with BF16 and VNNI"
+        remedy = "" if fast else f"slower than it could be: needs {needs}"
         findings.append(Finding(f"kernel for {what}", name, fast, remedy))
     return findings
 

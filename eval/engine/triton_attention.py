@@ -92,7 +92,8 @@ def _request_of(tile, query_starts, num_requests, BLOCK_Q: tl.constexpr):
     return low
 
 
-@triton.jit
+# What changes from step to step must not be a reason to compile anew.
+@triton.jit(do_not_specialize=["num_requests", "num_tokens", "table_stride", "window"])
 def _attend(
     query,
     keys,
@@ -209,7 +210,7 @@ def _attend(
     tl.store(at, sums.to(out.dtype.element_ty), mask=real[:, None] & in_head[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join(partial, maxima, totals, out, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """One token and head: its splits' sums, each scaled to the common maximum."""
     row = tl.program_id(0).to(tl.int64)

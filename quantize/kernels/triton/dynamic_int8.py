@@ -51,7 +51,7 @@ def _quantize_tokens(x, codes, scale, inputs, padded_inputs, BLOCK: tl.constexpr
         tl.store(codes + token * padded_inputs + k, rounded.to(tl.int8), mask=k < padded_inputs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "steps", "steps_per_split"])
 def _int8_product(
     tokens_codes,
     codes,

@@ -49,7 +49,7 @@ def power_of_two_in(number: int, largest: int) -> int:
     return min(number & -number, largest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _finish(
     partial,
     row_scale,

@@ -84,7 +84,8 @@ def _halves(at, mask, DOT: tl.constexpr, NIBBLES: tl.constexpr, INTERPRET: tl.co
     return low, high
 
 
-@triton.jit
+# A count of tokens or steps that is 1 or even is no reason to compile anew.
+@triton.jit(do_not_specialize=["tokens", "steps", "steps_per_split"])
 def _weight_only(
     x,
     codes,

@@ -188,7 +188,7 @@ def test_request_that_can_never_run_is_refused_at_once(engine, prompt, params, m
     ("options", "message"),
     [
         ({"kv_dtype": "int3"}, "kv_dtype 'int3' is unknown"),
-        ({"attention_backend": "magic"}, "auto, native, torch"),
+        ({"attention_backend": "magic"}, "auto, native, triton, torch"),
         ({"block_size": 0}, "block_size is 0: it must be at least 1"),
         ({"max_model_len": 500}, "max_model_len is 500: this model has 128 positions"),
         ({"kv_cache_bytes": 10}, "one KV block of this model takes"),
