@@ -42,7 +42,10 @@ def speculative_options(speculative: str | None, tokens: int, progress: Progress
     if speculative is None:
         return {}
     if speculative != PROMPT_LOOKUP:
-        speculative = str(resolve_checkpoint(speculative, progress).resolve())
+        try:
+            speculative = str(resolve_checkpoint(speculative, progress).resolve())
+        except FrontDoorError as error:
+            raise FrontDoorError(f"--speculative takes {PROMPT_LOOKUP} or a checkpoint: {error}") from None
     return {"speculative": speculative, "speculative_tokens": tokens}
 
 

@@ -40,6 +40,13 @@ def test_a_port_in_use_is_one_line(tiny_checkpoint):
     assert re.fullmatch(r"quantgate: 127.0.0.1:\d+ cannot be served on \(.*\): choose another .*\n", errors)
 
 
+def test_what_cannot_draft_is_one_line(tiny_checkpoint):
+    process = start(tiny_checkpoint, "--speculative", "lookup")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.fullmatch(r"quantgate: --speculative takes prompt-lookup or a checkpoint: no such .*\n", errors)
+
+
 @pytest.mark.parametrize("port", ["-1", "99999"])
 def test_a_port_that_is_none_is_a_usage_error(tiny_checkpoint, port):
     process = start(tiny_checkpoint, "--port", port)
