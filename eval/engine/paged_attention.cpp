@@ -23,6 +23,7 @@ typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));
 typedef uint32_t uvec __attribute__((vector_size(64)));
 typedef uint16_t hvec __attribute__((vector_size(32)));
+typedef int16_t svec __attribute__((vector_size(32)));
 typedef int8_t bvec __attribute__((vector_size(16)));
 
 constexpr int LANES = 16;
@@ -36,10 +37,15 @@ enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 };  // I
 inline vec load(const float* p) { vec x; memcpy(&x, p, sizeof x); return x; }
 inline void store(float* p, vec x) { memcpy(p, &x, sizeof x); }
 
+// GCC takes a widening conversion of vectors apart, into halves and worse: where there is one instruction, it is named.
 inline vec load_bf16(const uint16_t* p) {
+#ifdef __AVX512F__
+  return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
   hvec h; memcpy(&h, p, sizeof h);
   uvec bits = __builtin_convertvector(h, uvec) << 16;
   return (vec)bits;
+#endif
 }
 
 inline float from_bf16(uint16_t h) { uint32_t bits = (uint32_t)h << 16; float x; memcpy(&x, &bits, 4); return x; }
@@ -69,8 +75,12 @@ inline vec load_f16(const uint16_t* p) {
 }
 
 inline vec load_int8(const int8_t* p) {
+#ifdef __AVX512F__
+  return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
   bvec b; memcpy(&b, p, sizeof b);
-  return __builtin_convertvector(__builtin_convertvector(b, ivec), vec);
+  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(b, svec), ivec), vec);
+#endif
 }
 
 inline float sum(vec x) {
@@ -198,7 +208,8 @@ inline float quantize_row(const float* in, int d, int8_t* codes) {
     vec code = (load(in + i) / divisor + 12582912.0f) - 12582912.0f;  // to nearest even
     code = code > -127.0f ? code : vec{} - 127.0f;
     code = code < 127.0f ? code : vec{} + 127.0f;
-    const bvec bytes = __builtin_convertvector(__builtin_convertvector(code, ivec), bvec);
+    const ivec whole = __builtin_convertvector(code, ivec);
+    const bvec bytes = __builtin_convertvector(__builtin_convertvector(whole, svec), bvec);
     memcpy(codes + i, &bytes, std::min(LANES, d - i));
   }
   return scale;
