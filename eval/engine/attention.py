@@ -105,6 +105,8 @@ class LayerCall:
     head_dim: int
     value_head_dim: int
     window: int | None
+    scaling: float
+    softcap: float | None
     unknown: str | None
 
 
@@ -137,7 +139,9 @@ def _paged_attention(
         scaling = query.shape[-1] ** -0.5
     if _Active.calls is not None:
         unknown = next((name for name in _UNKNOWN_KINDS if kwargs.get(name) is not None), None)
-        _Active.calls.append(LayerCall(layer, key.shape[1], key.shape[3], value.shape[3], sliding_window, unknown))
+        _Active.calls.append(
+            LayerCall(layer, key.shape[1], key.shape[3], value.shape[3], sliding_window, scaling, softcap, unknown)
+        )
         output = _causal_attention(query[0], key[0], value[0], scaling, sliding_window, softcap)
         return output.to(query.dtype)[None], None
     if _Active.step is None or _Active.backend is None:

@@ -15,10 +15,13 @@ from transformers import PreTrainedModel
 from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool
 from eval.engine.config import EngineConfig
+from eval.engine.decoder_step import DecoderStep, native_step
 from eval.engine.identity import checkpoint_digests, context_tokens, end_of_sequence_ids, vocabulary_size
 from eval.engine.kv_cache import KVCache
-from eval.engine.model_runner import ModelRunner, probe_geometry
+from eval.engine.model_runner import ModelRunner
+from eval.engine.native_attention import NativeAttention
 from eval.engine.native_linear import use_native_linears
+from eval.engine.probe import probe
 from eval.engine.prompts import load_tokenizer
 from eval.engine.request import Request, Status
 from eval.engine.sampler import sample_each
@@ -39,7 +42,8 @@ class DraftModel:
         _check_tokens(checkpoint, self.model, model, tokenizer)
         self.digest = checkpoint_digests(checkpoint)["weights_digest"]
         self._config = config
-        self._geometry = probe_geometry(self.model)
+        self._seen = probe(self.model)
+        self._geometry = self._seen.geometry
         self._context = context_tokens(self.model, None)
         self._stop_ids = end_of_sequence_ids(model)
         self._shadows: dict[Request, Request] = {}
@@ -54,7 +58,12 @@ class DraftModel:
         self.kv = KVCache.allocate(self._geometry, num_blocks, config.block_size, dtype, device)
         backend = choose_backend(config.attention_backend, self._geometry.head_dim, dtype, dtype, device)
         sizes = (config.max_num_seqs, config.max_batched_tokens, max_total_tokens)
-        self._runner = ModelRunner(self.model, self.kv, backend, *sizes)
+        native = None
+        if isinstance(backend, NativeAttention):
+            native = native_step(self.model, self._seen, self.kv, max_total_tokens)
+        self._runner = ModelRunner(
+            self.model, self.kv, backend, *sizes, native if isinstance(native, DecoderStep) else None
+        )
 
     def propose(self, requests: Sequence[Request]) -> None:
         """Give each request what this model would say next, one token of all of them per round. In the first round the

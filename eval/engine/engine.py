@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool, root_hash
 from eval.engine.config import EngineConfig
+from eval.engine.decoder_plan import NotDescribed
+from eval.engine.decoder_step import DecoderStep, native_step
 from eval.engine.draft_model import DraftModel
 from eval.engine.identity import (
     checkpoint_digests,
@@ -27,10 +29,12 @@ from eval.engine.identity import (
     vocabulary_size,
 )
 from eval.engine.kv_cache import KV_DTYPES, MODEL_DTYPES, KVCache, choose_num_blocks
-from eval.engine.model_runner import ModelRunner, StepLogits, probe_geometry
+from eval.engine.model_runner import ModelRunner, StepLogits
+from eval.engine.native_attention import NativeAttention
 from eval.engine.native_linear import use_native_linears
 from eval.engine.outcomes import Completion, Outcome, Score, StepOutput, completion_of, take_samples, take_scores
 from eval.engine.packing_probe import refuse_unless_packable
+from eval.engine.probe import probe
 from eval.engine.prompts import Prompt, encode, encode_pair, load_tokenizer
 from eval.engine.request import Request, SamplingParams
 from eval.engine.sampler import sample_each
@@ -41,7 +45,7 @@ from eval.errors import EvalError
 from quantize.load import load_model, numerics
 from quantize.progress import Progress
 
-ENGINE_VERSION = "0.1.0"
+ENGINE_VERSION = "0.2.0"
 
 
 class Engine:
@@ -63,7 +67,8 @@ class Engine:
         self._digests = {"tokenizer_digest": None, "chat_template_digest": None, **(digests or {})}
         weights_digest = self._digests.setdefault("weights_digest", None) or model_digest(model)
         self._digests["weights_digest"] = weights_digest
-        geometry = probe_geometry(model)
+        seen = probe(model)
+        geometry = seen.geometry
         refuse_unless_packable(model, geometry)
         self._vocab_size = vocabulary_size(model)
         self._context = context_tokens(model, config.max_model_len)
@@ -108,13 +113,18 @@ class Engine:
         if self._draft_model is not None:
             self._draft_model.allocate(num_blocks, self._context)
         self._native_linears = use_native_linears(model)
+        backend = choose_backend(config.attention_backend, geometry.head_dim, model.dtype, self._kv_dtype, model.device)
+        self._native_step: DecoderStep | NotDescribed = NotDescribed(f"attention_backend {backend.name}")
+        if isinstance(backend, NativeAttention):
+            self._native_step = native_step(model, seen, self._kv, self._context)
         self._runner = ModelRunner(
             model,
             self._kv,
-            choose_backend(config.attention_backend, geometry.head_dim, model.dtype, self._kv_dtype, model.device),
+            backend,
             config.max_num_seqs,
             config.max_batched_tokens,
             self._context,
+            self._native_step if isinstance(self._native_step, DecoderStep) else None,
         )
         self._stop_ids = end_of_sequence_ids(model)
         self._requests: dict[str, list[Request]] = {}
@@ -293,6 +303,7 @@ class Engine:
             "kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "kernels": counts,
             "attention_backend": self._runner.backend.name,
+            "steps": "native" if self._runner.native else f"module tree: {self._native_step}",
             "engine_version": ENGINE_VERSION,
             "block_size": self.config.block_size,
             "max_num_seqs": self.config.max_num_seqs,

@@ -6,7 +6,6 @@ without an allocation that grows with the context.
 """
 
 import contextlib
-import inspect
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,74 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 from eval.engine import attention
-from eval.engine.attention import AttentionBackend, LayerCall, StepContext
+from eval.engine.attention import AttentionBackend, StepContext
 from eval.engine.decode_graphs import CannotRecord, DecodeGraphs, Record, on_its_way, record_cuda_graph
-from eval.engine.kv_cache import KVCache, KVGeometry
+from eval.engine.decoder_step import MAX_TOKENS, DecoderStep
+from eval.engine.kv_cache import KVCache
 from eval.engine.request import Request
 from eval.engine.scheduler import StepPlan
-from eval.errors import EvalError
-
-PROBE_TOKENS = 8
-PROBE_BOUND = 0.1
-
-
-def probe_geometry(model: PreTrainedModel) -> KVGeometry:
-    """Put the paged attention under the model and see, by two short forwards, that every layer reaches it and that the
-    logits stay what they were. Raises EvalError naming the model when they do not, or when its attention is of a kind
-    that the engine does not have."""
-    name = type(model).__name__
-    config = model.config.get_text_config()
-    if "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
-        raise EvalError(f"{name}: its forward takes no logits_to_keep, so the engine cannot run it")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if not kinds <= {"full_attention", "sliding_attention"}:
-        unknown = ", ".join(sorted(kinds - {"full_attention", "sliding_attention"}))
-        raise EvalError(f"{name}: it has layers of kind {unknown}; the engine runs full and sliding attention only")
-    try:
-        expected = _probe_logits(model, "eager")
-        with attention.probing() as calls:
-            logits = _probe_logits(model, attention.NAME)
-    except (ValueError, KeyError) as error:
-        raise EvalError(f"{name}: its attention cannot be replaced through AttentionInterface ({error})") from error
-    geometry = _geometry_of(calls, name, config)
-    # A mask or bias that the interface does not show changes every token after the first. Rounding changes a hundredth
-    # of most, and now and then all of one that the model has hardly been trained on.
-    errors = (logits - expected).norm(dim=1) / expected.norm(dim=1)
-    if errors[1:].median() > PROBE_BOUND:
-        raise EvalError(f"{name}: its attention is more than causal softmax attention; the engine cannot run it")
-    return geometry
-
-
-def _probe_logits(model: PreTrainedModel, implementation: str) -> torch.Tensor:
-    """float32 logits [tokens, vocabulary] of a few tokens, through an attention implementation that then stays. The
-    tokens lie spread over the vocabulary: its first ones are often special, and bf16 noise then swamps their logits."""
-    model.set_attn_implementation(implementation)
-    vocab_size = model.config.get_text_config().vocab_size
-    positions = torch.arange(PROBE_TOKENS, device=model.device)[None]
-    with torch.inference_mode():
-        ids = (positions + 1) * vocab_size // (PROBE_TOKENS + 1)
-        output = model(input_ids=ids, position_ids=positions, use_cache=False)
-    return output.logits[0].float()
-
-
-def _geometry_of(calls: list[LayerCall], name: str, config: object) -> KVGeometry:
-    layers = sorted(call.layer for call in calls)
-    expected = list(range(getattr(config, "num_hidden_layers", 0)))
-    if layers != expected:
-        raise EvalError(
-            f"{name}: {len(calls)} of its {len(expected)} layers reach transformers' AttentionInterface; "
-            "the engine cannot run it"
-        )
-    unknown = {call.unknown for call in calls} - {None}
-    if unknown:
-        raise EvalError(f"{name}: its attention uses {', '.join(map(str, unknown))}, which the engine does not have")
-    shapes = {(call.num_kv_heads, call.head_dim, call.value_head_dim) for call in calls}
-    if len(shapes) != 1 or any(call.head_dim != call.value_head_dim for call in calls):
-        raise EvalError(f"{name}: its layers' keys and values differ in shape ({shapes}); the engine needs them equal")
-    kinds = getattr(config, "layer_types", None) or []
-    if any(kinds[call.layer] == "sliding_attention" and call.window is None for call in calls if kinds):
-        raise EvalError(f"{name}: a sliding-attention layer does not say its window; the engine cannot run it")
-    return KVGeometry(len(calls), calls[0].num_kv_heads, calls[0].head_dim)
 
 
 @dataclass(frozen=True)
@@ -123,11 +60,14 @@ class ModelRunner:
         max_num_seqs: int,
         max_batched_tokens: int,
         max_total_tokens: int,
+        native: DecoderStep | None = None,
         record: Record | None = None,
     ):
-        """`record` makes recordings of decode steps; None: CUDA graphs on a GPU, and none elsewhere."""
+        """`native` runs the steps of up to its MAX_TOKENS tokens, the model's own modules the others. `record` makes
+        recordings of decode steps; None: CUDA graphs on a GPU, and none elsewhere."""
         self.model = model
         self.backend = backend
+        self.native = native
         self._kv = kv
         self._device = kv.device
         self._block_size = kv.block_size
@@ -301,6 +241,8 @@ class ModelRunner:
         # One row at least: some models cannot project an empty selection.
         keep = torch.tensor(logit_rows or [num_tokens - 1], device=self._device)
         ids, positions = tensor(self._token_ids[:num_tokens]), tensor(self._positions[:num_tokens])
+        if self.native is not None and num_tokens <= MAX_TOKENS:
+            return self.native.run(ids, positions, step, keep)[: len(logit_rows)]
         return self._run_model(ids, positions, step, keep)[: len(logit_rows)]
 
     def _run_model(

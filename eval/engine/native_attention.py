@@ -19,7 +19,7 @@ KV_DTYPES = DTYPES | {torch.int8: 3}
 SOURCE = Path(__file__).parent / "paged_attention.cpp"
 
 
-class _Step(ctypes.Structure):
+class Tables(ctypes.Structure):
     _fields_ = (
         ("query_starts", ctypes.c_void_p),
         ("context_lens", ctypes.c_void_p),
@@ -33,7 +33,7 @@ class _Step(ctypes.Structure):
     )
 
 
-class _Shape(ctypes.Structure):
+class Shape(ctypes.Structure):
     _fields_ = (
         ("heads", ctypes.c_int32),
         ("kv_heads", ctypes.c_int32),
@@ -46,13 +46,35 @@ class _Shape(ctypes.Structure):
     )
 
 
-class _Cache(ctypes.Structure):
+class Cache(ctypes.Structure):
     _fields_ = (
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("key_scales", ctypes.c_void_p),
         ("value_scales", ctypes.c_void_p),
     )
+
+
+def tables_of(step: StepContext) -> Tables:
+    """What is equal in every layer of a step; its pointers are good as long as the step lives."""
+    return Tables(
+        step.query_starts.data_ptr(),
+        step.context_lens.data_ptr(),
+        step.block_tables.data_ptr(),
+        step.slot_mapping.data_ptr(),
+        step.block_tables.stride(0),
+        step.context_lens.shape[0],
+        step.slot_mapping.shape[0],
+        step.kv.block_size,
+        torch.get_num_threads(),
+    )
+
+
+def caches_of(kv: KVCache) -> list[Cache]:
+    """Where each layer's keys and values lie, and their scales."""
+    return [
+        Cache(*(part.data_ptr() for tensor in kv.tensors for part in tensor[layer])) for layer in range(len(kv.blocks))
+    ]
 
 
 def native_library() -> ctypes.CDLL | None:
@@ -80,10 +102,10 @@ class NativeAttention:
 
     def __init__(self, library: ctypes.CDLL):
         self._paged_attention = library.paged_attention
-        self._step = _Step()
+        self._step = Tables()
         self._current: StepContext | None = None
-        self._shapes: dict[tuple[Any, ...], _Shape] = {}
-        self._layers: list[_Cache] = []
+        self._shapes: dict[tuple[Any, ...], Shape] = {}
+        self._layers: list[Cache] = []
         self._kv: KVCache | None = None
 
     def attend(
@@ -102,7 +124,7 @@ class NativeAttention:
         shape_key = (query.shape[1], key.shape[1], query.shape[2], scaling, window, softcap, query.dtype, step.kv.dtype)
         shape = self._shapes.get(shape_key)
         if shape is None:
-            shape = self._shapes[shape_key] = _Shape(
+            shape = self._shapes[shape_key] = Shape(
                 *shape_key[:3], window or 0, scaling, softcap or 0.0, DTYPES[query.dtype], KV_DTYPES[step.kv.dtype]
             )
         output = torch.empty(query.shape, dtype=query.dtype)
@@ -128,19 +150,5 @@ class NativeAttention:
         self._current = step
         if step.kv is not self._kv:
             self._kv = step.kv
-            pointers = [
-                [part.data_ptr() for tensor in step.kv.tensors for part in tensor[layer]]
-                for layer in range(len(step.kv.blocks))
-            ]
-            self._layers = [_Cache(*layer) for layer in pointers]
-        self._step = _Step(
-            step.query_starts.data_ptr(),
-            step.context_lens.data_ptr(),
-            step.block_tables.data_ptr(),
-            step.slot_mapping.data_ptr(),
-            step.block_tables.stride(0),
-            step.context_lens.shape[0],
-            step.slot_mapping.shape[0],
-            step.kv.block_size,
-            torch.get_num_threads(),
-        )
+            self._layers = caches_of(step.kv)
+        self._step = tables_of(step)

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #ifdef __F16C__
@@ -29,7 +30,6 @@ typedef int8_t bvec __attribute__((vector_size(16)));
 constexpr int LANES = 16;
 constexpr int KEYS = 64;      // keys per chunk
 constexpr int QUERIES = 32;   // queries per tile
-constexpr int AHEAD = 8;      // keys to prefetch ahead of
 constexpr float MASKED = -1e30f;
 
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 };  // INT8: of a cache only
@@ -294,6 +294,74 @@ void accumulate_rows(int rows, const float* weights, const float* decay, const f
   if constexpr (R > 1) accumulate_rows<V, R - 1>(rows, weights, decay, v, keys, out);
 }
 
+// Scores [R, KEYS] of R queries against `count` keys where they lie, and R weighted sums of values: decode's own way, in
+// which a row of the cache is read once, straight into registers.
+template <int V, int R, typename Kind>
+void scores_in_place(const float* q, const typename Kind::element* keys, const int64_t* offsets, int count,
+                     float* scores) {
+  vec products[R][LANES] = {};
+  for (int j = 0; j < count; j += LANES) {
+    const int n = std::min(LANES, count - j);
+    for (int i = 0; i < n; i++) {
+      const typename Kind::element* key = keys + offsets[j + i];
+      vec part[V];
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) part[v] = Kind::read(key + v * LANES);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        vec product = load(q + r * V * LANES) * part[0];
+#pragma GCC unroll 16
+        for (int v = 1; v < V; v++) product += load(q + (r * V + v) * LANES) * part[v];
+        products[r][i] = product;
+      }
+    }
+    for (int r = 0; r < R; r++) store(scores + r * KEYS + j, sums_of(products[r]));
+  }
+}
+
+template <int V, int R, typename Kind>
+void accumulate_in_place(const float* weights, const float* decay, const typename Kind::element* values,
+                         const int64_t* offsets, int count, float* out) {
+  vec total[R][V];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) total[r][v] = load(out + (r * V + v) * LANES) * decay[r];
+  for (int j = 0; j < count; j++) {
+    const typename Kind::element* value = values + offsets[j];
+    vec part[V];
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) part[v] = Kind::read(value + v * LANES);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; v++) total[r][v] += weights[r * KEYS + j] * part[v];
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) store(out + (r * V + v) * LANES, total[r][v]);
+}
+
+// Calls use(Kind, rows as a constant) for `rows` rows from `first` on, as many at a time as the registers hold.
+template <int R, typename Use>
+void by_rows(int rows, const Use& use) {
+  int r = 0;
+  for (; r + R <= rows; r += R) use(r, std::integral_constant<int, R>{});
+  if constexpr (R > 1)
+    if (r < rows) by_rows<R - 1>(rows - r, [&](int at, auto count) { use(r + at, count); });
+}
+
+template <typename Use>
+void with_kind(int32_t dtype, const Use& use) {
+  switch (dtype) {
+    case BFLOAT16: return use(Bfloat16{});
+    case FLOAT16: return use(Float16{});
+    case INT8: return use(Int8{});
+    default: return use(Float32{});
+  }
+}
+
 struct Scratch {
   std::vector<float> memory;
   float* take(size_t floats) {
@@ -334,23 +402,35 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& t
   const int32_t* table = s.block_tables + tile.request * s.table_stride;
   const int32_t end = before + tile.count;  // keys [begin, end) are seen by some query of the tile
   const int32_t begin = shape.window > 0 ? std::max(0, before - shape.window + 1) : 0;
-  const bool few = rows < 8;
+  const bool few = rows < 8, in_place = few && d == padded;
+  constexpr int R = V <= 4 ? 4 : V <= 8 ? 2 : 1;
   const int element = shape.kv_dtype == INT8 ? 1 : shape.kv_dtype == FLOAT32 ? 4 : 2;
   float one[16 * LANES], key_scale[KEYS], value_scale[KEYS];
-  for (int32_t first = begin; first < end; first += KEYS) {
-    const int count = std::min(KEYS, end - first);
+  // Where the rows of this chunk and of the next begin, in elements. The next one's are fetched while this one's are used:
+  // rows of one head lie too far apart for the hardware to see the pattern, and the next block may lie anywhere.
+  int64_t offsets[2][KEYS];
+  const auto locate = [&](int32_t first, int64_t* into) {
+    const int count = std::max(0, std::min(KEYS, end - first));
     int32_t block = first / s.block_size, within = first % s.block_size;
     for (int j = 0; j < count; j++, within++) {
       if (within == s.block_size) block++, within = 0;
-      const int64_t slot = (int64_t)table[block] * s.block_size + within;
-      const int64_t offset = (slot * shape.kv_heads + kv_head) * d;
+      into[j] = (((int64_t)table[block] * s.block_size + within) * shape.kv_heads + kv_head) * d;
       for (int line = 0; line < d; line += 64 / element) {
-        // Rows of one head lie too far apart for the hardware to see the pattern.
-        __builtin_prefetch((const char*)values + (offset + AHEAD * shape.kv_heads * d + line) * element);
-        __builtin_prefetch((const char*)keys + (offset + AHEAD * shape.kv_heads * d + line) * element);
+        __builtin_prefetch((const char*)keys + (into[j] + line) * element);
+        __builtin_prefetch((const char*)values + (into[j] + line) * element);
       }
+    }
+  };
+  locate(begin, offsets[0]);
+  int now = 0;
+  for (int32_t first = begin; first < end; first += KEYS, now = 1 - now) {
+    const int count = std::min(KEYS, end - first);
+    locate(first + KEYS, offsets[1 - now]);
+    for (int j = 0; j < count && !(in_place && shape.kv_dtype != INT8); j++) {
+      const int64_t offset = offsets[now][j];
       float* key = few ? k + j * padded : one;
-      if (d == padded) {
+      if (in_place) {
+      } else if (d == padded) {
         read_vectors<V>(values, offset, shape.kv_dtype, v + j * padded);
         read_vectors<V>(keys, offset, shape.kv_dtype, key);
       } else {
@@ -358,13 +438,21 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& t
         read_row(keys, offset, shape.kv_dtype, d, padded, key);
       }
       if (shape.kv_dtype == INT8) {
-        key_scale[j] = cache.key_scales[slot * shape.kv_heads + kv_head];
-        value_scale[j] = cache.value_scales[slot * shape.kv_heads + kv_head];
+        key_scale[j] = cache.key_scales[offset / d];
+        value_scale[j] = cache.value_scales[offset / d];
       }
       if (!few)
         for (int e = 0; e < d; e++) k[e * KEYS + j] = one[e];
     }
-    if (few) {
+    if (in_place) {
+      with_kind(shape.kv_dtype, [&](auto kind) {
+        using Kind = decltype(kind);
+        by_rows<R>(rows, [&](int r, auto count_of_rows) {
+          scores_in_place<V, decltype(count_of_rows)::value, Kind>(
+              q + r * padded, (const typename Kind::element*)keys, offsets[now], count, scores + r * KEYS);
+        });
+      });
+    } else if (few) {
       few_scores<V>(q, k, rows, count, scores);
     } else {
       for (int e = 0; e < d; e++) std::fill(k + e * KEYS + count, k + (e + 1) * KEYS, 0.0f);
@@ -397,7 +485,16 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& t
       total[r] = total[r] * decay[r] + sum(sums);
       highest[r] = top;
     }
-    constexpr int R = V <= 4 ? 4 : V <= 8 ? 2 : 1;
+    if (in_place) {
+      with_kind(shape.kv_dtype, [&](auto kind) {
+        using Kind = decltype(kind);
+        by_rows<R>(rows, [&](int r, auto count_of_rows) {
+          accumulate_in_place<V, decltype(count_of_rows)::value, Kind>(
+              scores + r * KEYS, decay + r, (const typename Kind::element*)values, offsets[now], count, acc + r * padded);
+        });
+      });
+      continue;
+    }
     for (int r = 0; r < rows; r += R)
       accumulate_rows<V, R>(std::min(R, rows - r), scores + r * KEYS, decay + r, v, count, acc + r * padded);
   }

@@ -18,6 +18,8 @@ from quantize.scheme import PER_CHANNEL, QuantizedWeight, Scheme
 
 SOURCE = Path(__file__).with_name("cpu") / "linear.cpp"
 LANES = 16
+LARGEST_DIGIT_GROUP = 128
+"""Above it a group's sum of products may leave int32 (see linear.h)."""
 
 
 def cpu_is_supported() -> bool:
@@ -63,8 +65,8 @@ def _empty(x: torch.Tensor, outputs: int, *_: torch.Tensor | int | None) -> torc
 
 
 @traceable("native_int8", _empty)
-def _int8(x: torch.Tensor, outputs: int, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return _run("quantgate_int8", x, outputs, codes, scale)
+def _int8(x: torch.Tensor, outputs: int, codes: torch.Tensor, scale: torch.Tensor, digit_group: int) -> torch.Tensor:
+    return _run("quantgate_int8", x, outputs, codes, scale, digit_group)
 
 
 @traceable("native_int4", _empty)
@@ -75,9 +77,10 @@ def _int4(
     scale: torch.Tensor,
     scale_is_bf16: int,
     zero_point: torch.Tensor | None,
-    group_size: int,
+    digit_group: int,
+    spread: int,
 ) -> torch.Tensor:
-    return _run("quantgate_int4", x, outputs, nibbles, scale, scale_is_bf16, zero_point, group_size)
+    return _run("quantgate_int4", x, outputs, nibbles, scale, scale_is_bf16, zero_point, digit_group, spread)
 
 
 @traceable("native_dynamic_int8", _empty)
@@ -97,47 +100,57 @@ class _Native(nn.Module):
     sums: torch.Tensor
 
 
+def digit_group(width: int) -> int:
+    """How many inputs share the scale of a token's digits: as many as the sums allow, in whole parts of `width`."""
+    return max((size for size in range(8, LARGEST_DIGIT_GROUP + 1, 8) if width % size == 0), default=0)
+
+
 class NativeInt8(_Native):
-    """bf16 activations, symmetric int8 per output channel: bf16 products, float32 sums, the scale at the end."""
+    """bf16 activations in two digits, symmetric int8 per output channel: exact sums per group of inputs, float32 above
+    them. What rounding there is, is that of a token to a 65278th of its group's largest input."""
 
     name = "native-int8"
+    digit_group = 64
 
     @staticmethod
     def supports(scheme: Scheme, inputs: int) -> bool:
-        return scheme == Scheme(8, PER_CHANNEL, symmetric=True, activations=None) and inputs % 2 == 0
+        return scheme == Scheme(8, PER_CHANNEL, symmetric=True, activations=None)
 
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
-        self.outputs = weight.codes.shape[0]
-        self.register_buffer("codes", interleave(weight.codes, 2))
+        self.outputs, inputs = weight.codes.shape
+        codes = nn.functional.pad(weight.codes, (0, -inputs % 8))
+        self.register_buffer("codes", interleave((codes.view(torch.uint8) ^ 128), 4))
         self.register_buffer("scale", by_lanes(weight.scale.float()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _int8(x, self.outputs, self.codes, self.scale)
+        out: torch.Tensor = _int8(x, self.outputs, self.codes, self.scale, self.digit_group)
         return out
 
 
 class NativeInt4(_Native):
-    """bf16 activations, codes of up to 4 bits, even groups, with or without zero points; no weight is rounded."""
+    """bf16 activations in two digits, codes of up to 4 bits with or without zero points: exact sums per group."""
 
     name = "native-int4"
 
     @staticmethod
     def supports(scheme: Scheme, inputs: int) -> bool:
-        return scheme.bits <= 4 and scheme.activations is None and scheme.group_width(inputs) % 2 == 0
+        return scheme.bits <= 4 and scheme.activations is None and digit_group(scheme.group_width(inputs)) > 0
 
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
         self.outputs, inputs = weight.codes.shape
-        self.group_size = weight.scheme.group_width(inputs)
-        pairs = interleave((weight.codes + 8).view(torch.uint8), 2)
-        self.register_buffer("nibbles", pairs[..., 0] | (pairs[..., 1] << 4))
+        width = weight.scheme.group_width(inputs)
+        self.digit_group = digit_group(width)
+        self.spread = width // self.digit_group
+        lanes = interleave((weight.codes + 8).view(torch.uint8), 8)
+        self.register_buffer("nibbles", lanes[..., :4] | (lanes[..., 4:] << 4))
         self.scale_is_bf16 = int(weight.scale.dtype == torch.bfloat16)
         self.register_buffer("scale", by_lanes(weight.scale if self.scale_is_bf16 else weight.scale.float()))
         self.register_buffer("zero_point", None if weight.zero_point is None else by_lanes(weight.zero_point))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        arguments = (self.nibbles, self.scale, self.scale_is_bf16, self.zero_point, self.group_size)
+        arguments = (self.nibbles, self.scale, self.scale_is_bf16, self.zero_point, self.digit_group, self.spread)
         out: torch.Tensor = _int4(x, self.outputs, *arguments)
         return out
 

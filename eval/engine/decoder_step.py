@@ -1,0 +1,275 @@
+"""A whole decoder step in C++ on the CPU: `decoder_step.cpp` with a model's own weights.
+
+The one idea: a plan (`decoder_plan.py`) says what the decoder is made of, this file puts its tensors' addresses into C
+structs once, and a step then passes the flat batch and nothing else. The weights move into one region of huge pages, in
+the order in which a step reads them, and the model's modules use them from there.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from eval.engine.attention import StepContext
+from eval.engine.decoder_plan import ACTIVATIONS, DecoderPlan, LayerPlan, Norm, NotDescribed, describe
+from eval.engine.kv_cache import KVCache
+from eval.engine.native_attention import DTYPES, KV_DTYPES, Cache, Shape, caches_of, tables_of
+from eval.engine.probe import Probe
+from quantize.kernels.native import NativeDynamicInt8, NativeInt4, NativeInt8, cpu_is_supported
+from quantize.linear import QuantizedLinear
+from quantize.native_build import load_native
+
+SOURCE = Path(__file__).parent / "decoder_step.cpp"
+MAX_TOKENS = 1024
+"""Above it the activations of a step, which are float32, take more memory than they are worth."""
+
+PROVEN_IN_FLOAT32, PROVEN = 1e-3, 0.1
+"""How far, in norm, the median token's logits may lie from the module tree's: rounding gives a hundredth of it."""
+
+FP32, BF16, INT8, INT4_BF16_SCALE, INT4_FP32_SCALE, INT8_DYNAMIC = range(6)
+DENSE = {torch.float32: FP32, torch.bfloat16: BF16}
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("spread", ctypes.c_int32),
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("padded", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+    )
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+        ("query_norm", _Norm),
+        ("key_norm", _Norm),
+        ("qkv", _Linear * 3),
+        ("gate_up", _Linear * 2),
+        ("output", _Linear),
+        ("down", _Linear),
+        ("num_qkv", ctypes.c_int32),
+        ("num_gate_up", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("rotary", ctypes.c_int32),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("attention", Shape),
+        ("cache", Cache),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.c_void_p),
+        ("final_norm", _Norm),
+        ("head", _Linear),
+        ("num_layers", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("intermediate", ctypes.c_int64),
+        ("softcap", ctypes.c_float),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class DecoderStep:
+    """Runs a described decoder. Raises NotDescribed where a linear, a shape or the machine has no native case."""
+
+    def __init__(self, plan: DecoderPlan, embed: nn.Module, kv: KVCache):
+        library = load_native(SOURCE) if cpu_is_supported() else None
+        if library is None:
+            raise NotDescribed("no AVX-512 with BF16 and VNNI, or no compiler")
+        self._run = library.decoder_step
+        pointer = ctypes.c_void_p
+        self._run.argtypes = (pointer, pointer, pointer, pointer, pointer, ctypes.c_int64, pointer)
+        self._run.restype = None
+        self._kept: list[torch.Tensor] = []
+        self._embed = embed
+        into_huge_pages(plan)
+        layers = [self._layer(layer, kv, cache) for layer, cache in zip(plan.layers, caches_of(kv), strict=True)]
+        self._layers = (_Layer * len(layers))(*layers)
+        self._vocabulary: int = plan.head.out_features  # type: ignore[assignment]
+        self._model = _Model(
+            layers=ctypes.addressof(self._layers),
+            final_norm=self._norm(plan.final_norm),
+            head=self._linears([plan.head])[0],
+            num_layers=len(layers),
+            hidden=plan.final_norm.weight.shape[0],
+            intermediate=layers[0].down.inputs,
+            softcap=plan.softcap,
+        )
+        if any(layer.down.inputs != self._model.intermediate for layer in layers):
+            raise NotDescribed("layers of different widths")
+
+    def run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepContext, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        """token_ids and positions int64 [T] and wanted int64 [W] (rows of the batch), to float32 logits
+        [W, vocabulary]. Writes the step's keys and values."""
+        logits = torch.empty(len(wanted), self._vocabulary)
+        rows = self._embed(token_ids).float().contiguous()
+        self._model.num_threads = torch.get_num_threads()
+        tables = tables_of(step)
+        self._run(
+            ctypes.byref(self._model),
+            ctypes.byref(tables),
+            positions.data_ptr(),
+            rows.data_ptr(),
+            wanted.data_ptr(),
+            len(wanted),
+            logits.data_ptr(),
+        )
+        return logits
+
+    def _layer(self, plan: LayerPlan, kv: KVCache, cache: Cache) -> _Layer:
+        call = plan.call
+        qkv, gate_up = self._linears(plan.qkv), self._linears(plan.gate_up)
+        layer = _Layer(
+            before_attention=self._norm(plan.before_attention),
+            after_attention=self._norm(plan.after_attention),
+            before_mlp=self._norm(plan.before_mlp),
+            after_mlp=self._norm(plan.after_mlp),
+            query_norm=self._norm(plan.query_norm),
+            key_norm=self._norm(plan.key_norm),
+            qkv=(_Linear * 3)(*qkv),
+            gate_up=(_Linear * 2)(*gate_up),
+            output=self._linears([plan.output])[0],
+            down=self._linears([plan.down])[0],
+            num_qkv=len(qkv),
+            num_gate_up=len(gate_up),
+            activation=list(ACTIVATIONS).index(plan.activation),
+            rotary=2 * plan.cos.shape[1],
+            cos=self._keep(plan.cos),
+            sin=self._keep(plan.sin),
+            attention=Shape(
+                plan.heads,
+                call.num_kv_heads,
+                call.head_dim,
+                call.window or 0,
+                call.scaling,
+                call.softcap or 0.0,
+                DTYPES[torch.float32],
+                KV_DTYPES[kv.dtype],
+            ),
+            cache=cache,
+        )
+        widths = (plan.heads + 2 * call.num_kv_heads) * call.head_dim, 2 * layer.down.inputs
+        if (sum(one.outputs for one in qkv), sum(one.outputs for one in gate_up)) != widths:
+            raise NotDescribed("projections whose widths are not those of heads and gates")
+        return layer
+
+    def _norm(self, norm: Norm | None) -> _Norm:
+        return _Norm(None, 0.0) if norm is None else _Norm(self._keep(norm.weight), norm.eps)
+
+    def _linears(self, modules: Sequence[nn.Module]) -> list[_Linear]:
+        """Linears with one input; those that take it in digits take the same ones."""
+        linears = [self._linear(module) for module in modules]
+        groups = {one.group for one in linears if one.kind in (INT4_BF16_SCALE, INT4_FP32_SCALE)}
+        for one in linears:
+            if one.kind == INT8 and groups:
+                one.group = min(groups)
+            elif groups and one.group:
+                one.spread *= one.group // min(groups)
+                if one.group % min(groups):
+                    raise NotDescribed("4-bit groups that do not divide each other")
+                one.group = min(groups)
+        return linears
+
+    def _linear(self, module: nn.Module) -> _Linear:
+        bias = getattr(module, "bias", None)
+        bias_pointer = None if bias is None else self._keep(bias.detach().float().contiguous())
+        if isinstance(module, nn.Linear):
+            weight = module.weight
+            if weight.dtype not in DENSE or not weight.is_contiguous():
+                raise NotDescribed(f"linears in {weight.dtype}")
+            outputs, inputs = weight.shape
+            return _Linear(
+                DENSE[weight.dtype], 1, self._keep(weight), None, None, bias_pointer, outputs, inputs, inputs
+            )
+        if not isinstance(module, QuantizedLinear) or module.order is not None:
+            raise NotDescribed(f"linears of type {type(module).__name__}")
+        kernel, outputs, inputs = module.kernel, module.out_features, module.in_features
+        padded = -(-inputs // 8) * 8
+        if isinstance(kernel, NativeInt8):
+            pointers = (self._keep(kernel.codes), self._keep(kernel.scale))
+            return _Linear(INT8, 1, *pointers, None, bias_pointer, outputs, inputs, padded, kernel.digit_group)
+        if isinstance(kernel, NativeInt4):
+            kind = INT4_BF16_SCALE if kernel.scale_is_bf16 else INT4_FP32_SCALE
+            zero = None if kernel.zero_point is None else self._keep(kernel.zero_point)
+            pointers = (self._keep(kernel.nibbles), self._keep(kernel.scale))
+            return _Linear(
+                kind, kernel.spread, *pointers, zero, bias_pointer, outputs, inputs, padded, kernel.digit_group
+            )
+        if isinstance(kernel, NativeDynamicInt8):
+            pointers = (self._keep(kernel.codes), self._keep(kernel.scale))
+            return _Linear(
+                INT8_DYNAMIC, 1, *pointers, self._keep(kernel.sums), bias_pointer, outputs, inputs, -(-inputs // 4) * 4
+            )
+        raise NotDescribed(f"the kernel {kernel.name}")
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        """The tensor's address, which stays good as long as this object lives, wherever a module may move to."""
+        tensor = tensor.detach()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def native_step(model: PreTrainedModel, probe: Probe, kv: KVCache, positions: int) -> DecoderStep | NotDescribed:
+    """The native step of a model on the CPU, proven by the logits of the probe; else why there is none. Uses the first
+    blocks of `kv`, which nobody may have written yet."""
+    try:
+        plan = describe(model, probe.calls, positions)
+        if model.dtype not in DENSE or kv.device.type != "cpu":
+            raise NotDescribed(f"{model.dtype} on {kv.device}")
+        step = DecoderStep(plan, model.get_input_embeddings(), kv)
+    except NotDescribed as reason:
+        return reason
+    count = min(len(probe.token_ids), kv.blocks.shape[2] * kv.block_size)
+    blocks = torch.arange(-(-count // kv.block_size), dtype=torch.int32)[None]
+    lens = torch.tensor([count], dtype=torch.int32)
+    context = StepContext(kv, torch.tensor([0, count], dtype=torch.int32), lens, blocks, torch.arange(count))
+    with torch.inference_mode():
+        logits = step.run(probe.token_ids[:count], torch.arange(count), context, torch.arange(count))
+    errors = (logits - probe.logits[:count]).norm(dim=1) / probe.logits[:count].norm(dim=1)
+    bound = PROVEN_IN_FLOAT32 if {model.dtype, kv.dtype} == {torch.float32} else PROVEN
+    return step if errors.median() <= bound else NotDescribed("its logits are not those of the module tree")
+
+
+def into_huge_pages(plan: DecoderPlan) -> None:
+    """Moves the weights into one region of huge pages, in reading order: a 4 KiB page every 100 ns costs a quarter of
+    the bandwidth. The modules keep using them, so nothing is held twice."""
+    modules = [m for layer in plan.layers for m in (*layer.qkv, layer.output, *layer.gate_up, layer.down)] + [plan.head]
+    owners = [module.kernel if isinstance(module, QuantizedLinear) else module for module in modules]
+    tensors = [
+        tensor
+        for owner in owners
+        for tensor in (*owner.parameters(recurse=False), *owner.buffers(recurse=False))
+        if tensor.numel()
+    ]
+    offsets = [0]
+    for tensor in tensors:
+        offsets.append(offsets[-1] + -(-tensor.nbytes // 64) * 64)
+    region = mmap.mmap(-1, offsets[-1] + PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    for tensor, offset in zip(tensors, offsets, strict=False):
+        moved = torch.frombuffer(region, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(tensor.shape)
+        moved.copy_(tensor.detach())
+        tensor.data = moved
+
+
+PAGE = 2 * 2**20

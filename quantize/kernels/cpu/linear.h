@@ -1,0 +1,325 @@
+// Quantized and dense linears for one CPU family (AVX-512 with BF16 and VNNI), as tiles without threads: who calls gives
+// each of its threads a range of output blocks. linear.cpp and the engine's whole step share them.
+//
+// The one idea: 16 outputs are the 16 lanes of a register. A weight is stored as [outputs / 16][inputs / 4][16][4] bytes, so
+// that one instruction multiplies a register of weights with one broadcast step of a token and adds into 16 outputs:
+// nothing is summed across lanes, and a weight is decoded once per tile of tokens. Outputs beyond the last full 16 are
+// padding in the weight and masked in the store.
+//
+// 16-bit activations meet the integer instruction as two 8-bit digits. Per token and group of inputs,
+// q = round(x * 32639 / max |x|) = 256 * high + low with both digits in [-128, 127], so the whole dot product of a group is
+// exact in int32 (for groups of up to 128 inputs: |sum| <= 128 * 32639 * 255 < 2^31) and x is off by at most
+// max |x| / 65278 of its group: a 256th of what rounding the largest value of the group to bf16 costs.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+// Every loop over a tile must be gone before the compiler decides what lives in registers, or it keeps the sums on the
+// stack: half the speed.
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace linear {
+
+constexpr int64_t LANES = 16;
+constexpr float LARGEST_DIGITS = 32639.0f;  // 127 * 256 + 127
+
+inline int64_t blocks_of(int64_t outputs) { return (outputs + LANES - 1) / LANES; }
+
+inline __mmask16 first_lanes(int64_t count) {
+  return count >= LANES ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1);
+}
+
+inline void store(uint16_t* out, __mmask16 lanes, __m512 value) {
+  _mm256_mask_storeu_epi16(out, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+}
+inline void store(float* out, __mmask16 lanes, __m512 value) { _mm512_mask_storeu_ps(out, lanes, value); }
+
+inline __m512 load(const uint16_t* bf16, __mmask16 lanes) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, bf16)), 16));
+}
+inline __m512 load(const float* values, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, values); }
+
+// Into the second cache: where a tile's weights end, those of the next begin.
+inline void fetch(const void* at) { _mm_prefetch((const char*)at, _MM_HINT_T1); }
+
+inline __m512i broadcast_step(const void* step) {
+  int32_t value;
+  std::memcpy(&value, step, 4);
+  return _mm512_set1_epi32(value);
+}
+
+// Where results go: [tokens, outputs], rows `stride` apart.
+template <typename Float>
+struct Out {
+  Float* data;
+  int64_t stride, outputs;
+  void put(int64_t token, int64_t block, __m512 value) const {
+    store(data + token * stride + block * LANES, first_lanes(outputs - block * LANES), value);
+  }
+};
+
+// Tokens as two digits. Inputs beyond the last are zeros, in the digits and so in every sum.
+struct Digits {
+  int8_t* high;   // [tokens, padded]
+  int8_t* low;    // [tokens, padded]
+  float* scale;   // [tokens, groups]
+  int32_t* sums;  // [tokens, groups], of 256 * high + low
+  int64_t padded, group;
+  int64_t groups() const { return (padded + group - 1) / group; }
+};
+
+// Groups [first, last) of one token x [inputs], written into row `token`.
+template <typename Float>
+inline void to_digits(const Float* x, int64_t inputs, const Digits& digits, int64_t token, int64_t first,
+                      int64_t last) {
+  int8_t *high = digits.high + token * digits.padded, *low = digits.low + token * digits.padded;
+  const int64_t groups = digits.groups();
+  for (int64_t g = first; g < last; ++g) {
+    const int64_t begin = g * digits.group, end = std::min(begin + digits.group, digits.padded);
+    __m512 largest = _mm512_setzero_ps();
+    for (int64_t k = begin; k < end; k += LANES) {
+      const __mmask16 lanes = first_lanes(std::max<int64_t>(0, std::min(inputs, end) - k));
+      largest = _mm512_max_ps(largest, _mm512_abs_ps(load(x + k, lanes)));
+    }
+    const float most = _mm512_reduce_max_ps(largest);
+    const float scale = most / LARGEST_DIGITS;
+    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t k = begin; k < end; k += LANES) {
+      const __mmask16 lanes = first_lanes(std::max<int64_t>(0, std::min(inputs, end) - k));
+      const __mmask16 kept = first_lanes(end - k);
+      __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + k, lanes), _mm512_set1_ps(inverse)));
+      q = _mm512_min_epi32(_mm512_max_epi32(q, _mm512_set1_epi32(-32639)), _mm512_set1_epi32(32639));
+      sum = _mm512_add_epi32(sum, q);
+      const __m512i l = _mm512_srai_epi32(_mm512_slli_epi32(q, 24), 24);
+      const __m512i h = _mm512_srai_epi32(_mm512_sub_epi32(q, l), 8);
+      _mm_mask_storeu_epi8(low + k, kept, _mm512_cvtepi32_epi8(l));
+      _mm_mask_storeu_epi8(high + k, kept, _mm512_cvtepi32_epi8(h));
+    }
+    // What is not finite must stay visible: 0 * inf and NaN are NaN.
+    digits.scale[token * groups + g] = most <= 3.4e38f ? scale : most;
+    digits.sums[token * groups + g] = _mm512_reduce_add_epi32(sum);
+  }
+}
+
+// Tokens as one int8 code and one scale each, the formula of quantize_tokens: scale = max |x| / 127.5, half to even.
+struct Codes {
+  uint8_t* codes;  // [tokens, padded], code + 128
+  float* scale;    // [tokens]
+  int64_t padded;
+};
+
+template <typename Float>
+inline void to_codes(const Float* x, int64_t inputs, const Codes& codes, int64_t token) {
+  uint8_t* out = codes.codes + token * codes.padded;
+  __m512 largest = _mm512_setzero_ps();
+  for (int64_t k = 0; k < inputs; k += LANES)
+    largest = _mm512_max_ps(largest, _mm512_abs_ps(load(x + k, first_lanes(inputs - k))));
+  float scale = _mm512_reduce_max_ps(largest) / 127.5f;
+  if (scale == 0.0f) scale = 1.1920928955078125e-07f;
+  codes.scale[token] = scale;
+  for (int64_t k = 0; k < codes.padded; k += LANES) {
+    const __mmask16 lanes = first_lanes(std::max<int64_t>(0, inputs - k));
+    __m512i code = _mm512_cvtps_epi32(_mm512_div_ps(load(x + k, lanes), _mm512_set1_ps(scale)));
+    code = _mm512_min_epi32(_mm512_max_epi32(code, _mm512_set1_epi32(-128)), _mm512_set1_epi32(127));
+    const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_add_epi32(code, _mm512_set1_epi32(128)));
+    _mm_mask_storeu_epi8(out + k, first_lanes(codes.padded - k), bytes);
+  }
+}
+
+// int8 codes, one scale per output. Stored as code + 128, since the instruction multiplies unsigned by signed; the excess,
+// 128 times the sum of the inputs, is taken off again, exactly.
+struct Int8 {
+  const uint8_t* codes;  // [blocks][padded / 4][16][4]
+  const float* scale;    // [blocks][16]
+
+  template <int T, int B, typename Out>
+  inline void tile(const Digits& x, int64_t token, int64_t block, const Out& out) const {
+    const int64_t steps = x.padded / 4, groups = x.groups();
+    __m512 sum[T][B];
+    UNROLL for (int t = 0; t < T; ++t)
+      UNROLL for (int b = 0; b < B; ++b) sum[t][b] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; ++g) {
+      __m512i high[T][B], low[T][B];
+      UNROLL for (int t = 0; t < T; ++t)
+        UNROLL for (int b = 0; b < B; ++b) high[t][b] = low[t][b] = _mm512_setzero_si512();
+      const int64_t end = std::min((g + 1) * x.group / 4, steps);
+      for (int64_t step = g * x.group / 4; step < end; ++step) {
+        __m512i weight[B];
+        UNROLL for (int b = 0; b < B; ++b) {
+          const uint8_t* at = codes + ((block + b) * steps + step) * 64;
+          weight[b] = _mm512_loadu_si512(at);
+          fetch(at + B * steps * 64);
+        }
+        UNROLL for (int t = 0; t < T; ++t) {
+          const int64_t at = (token + t) * x.padded + step * 4;
+          const __m512i h = broadcast_step(x.high + at), l = broadcast_step(x.low + at);
+          UNROLL for (int b = 0; b < B; ++b) {
+            high[t][b] = _mm512_dpbusd_epi32(high[t][b], weight[b], h);
+            low[t][b] = _mm512_dpbusd_epi32(low[t][b], weight[b], l);
+          }
+        }
+      }
+      UNROLL for (int t = 0; t < T; ++t) {
+        const int64_t at = (token + t) * groups + g;
+        const __m512i excess = _mm512_set1_epi32(x.sums[at] * 128);
+        const __m512 factor = _mm512_set1_ps(x.scale[at]);
+        UNROLL for (int b = 0; b < B; ++b) {
+          const __m512i total = _mm512_add_epi32(_mm512_slli_epi32(high[t][b], 8), low[t][b]);
+          sum[t][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(total, excess)), factor, sum[t][b]);
+        }
+      }
+    }
+    UNROLL for (int b = 0; b < B; ++b) {
+      const __m512 factor = _mm512_loadu_ps(scale + (block + b) * LANES);
+      UNROLL for (int t = 0; t < T; ++t) out.put(token + t, block + b, _mm512_mul_ps(sum[t][b], factor));
+    }
+  }
+};
+
+// Codes of up to 4 bits, two per byte, a scale per output and group. Stored as code + 8; the excess, 8 times the sum of the
+// group's inputs, and the zero point, are taken off exactly.
+template <typename Scale>  // bf16 or float32, as stored
+struct Int4 {
+  const uint8_t* nibbles;    // [blocks][padded / 8][16][4], low nibbles first
+  const Scale* scale;        // [blocks][weight groups][16]
+  const int8_t* zero_point;  // likewise, or null
+  int64_t spread;            // groups of the tokens' digits per weight group
+
+  template <int T, int B, typename Out>
+  inline void tile(const Digits& x, int64_t token, int64_t block, const Out& out) const {
+    const int64_t pairs = x.padded / 8, groups = x.groups(), weight_groups = (groups + spread - 1) / spread;
+    const __m512i nibble = _mm512_set1_epi8(15);
+    __m512 sum[T][B];
+    UNROLL for (int t = 0; t < T; ++t)
+      UNROLL for (int b = 0; b < B; ++b) sum[t][b] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; ++g) {
+      __m512i high[T][B], low[T][B];
+      UNROLL for (int t = 0; t < T; ++t)
+        UNROLL for (int b = 0; b < B; ++b) high[t][b] = low[t][b] = _mm512_setzero_si512();
+      const int64_t end = std::min((g + 1) * x.group / 8, pairs);
+      for (int64_t pair = g * x.group / 8; pair < end; ++pair) {
+        __m512i even[B], odd[B];
+        UNROLL for (int b = 0; b < B; ++b) {
+          const uint8_t* at = nibbles + ((block + b) * pairs + pair) * 64;
+          const __m512i both = _mm512_loadu_si512(at);
+          fetch(at + B * pairs * 64);
+          even[b] = _mm512_and_si512(both, nibble);
+          odd[b] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+        }
+        UNROLL for (int t = 0; t < T; ++t) {
+          const int64_t at = (token + t) * x.padded + pair * 8;
+          const __m512i h = broadcast_step(x.high + at), l = broadcast_step(x.low + at);
+          const __m512i h2 = broadcast_step(x.high + at + 4), l2 = broadcast_step(x.low + at + 4);
+          UNROLL for (int b = 0; b < B; ++b) {
+            high[t][b] = _mm512_dpbusd_epi32(high[t][b], even[b], h);
+            low[t][b] = _mm512_dpbusd_epi32(low[t][b], even[b], l);
+            high[t][b] = _mm512_dpbusd_epi32(high[t][b], odd[b], h2);
+            low[t][b] = _mm512_dpbusd_epi32(low[t][b], odd[b], l2);
+          }
+        }
+      }
+      const int64_t weight_group = spread == 1 ? g : g / spread;
+      UNROLL for (int b = 0; b < B; ++b) {
+        const int64_t of_block = ((block + b) * weight_groups + weight_group) * LANES;
+        const __m512 factor = load(scale + of_block, 0xFFFF);
+        __m512i offset = _mm512_set1_epi32(8);
+        if (zero_point != nullptr)
+          offset = _mm512_add_epi32(offset,
+                                    _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(zero_point + of_block))));
+        UNROLL for (int t = 0; t < T; ++t) {
+          const int64_t at = (token + t) * groups + g;
+          const __m512i excess = _mm512_mullo_epi32(offset, _mm512_set1_epi32(x.sums[at]));
+          const __m512i total = _mm512_add_epi32(_mm512_slli_epi32(high[t][b], 8), low[t][b]);
+          const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(total, excess));
+          sum[t][b] = _mm512_fmadd_ps(_mm512_mul_ps(exact, _mm512_set1_ps(x.scale[at])), factor, sum[t][b]);
+        }
+      }
+    }
+    UNROLL for (int t = 0; t < T; ++t)
+      UNROLL for (int b = 0; b < B; ++b) out.put(token + t, block + b, sum[t][b]);
+  }
+};
+
+// int8 codes times int8 tokens, one scale for each: the integer product is exact. Tokens are stored as code + 128; the
+// excess, 128 times the sum of the weights, is taken off again, exactly.
+struct DynamicInt8 {
+  const int8_t* codes;         // [blocks][padded / 4][16][4]
+  const float* scale;          // [blocks][16]
+  const int32_t* weight_sums;  // [blocks][16]
+
+  template <int T, int B, typename Out>
+  inline void tile(const Codes& x, int64_t token, int64_t block, const Out& out) const {
+    const int64_t steps = x.padded / 4;
+    __m512i sum[T][B];
+    UNROLL for (int t = 0; t < T; ++t)
+      UNROLL for (int b = 0; b < B; ++b) sum[t][b] = _mm512_setzero_si512();
+    for (int64_t step = 0; step < steps; ++step) {
+      __m512i weight[B];
+      UNROLL for (int b = 0; b < B; ++b) {
+        const int8_t* at = codes + ((block + b) * steps + step) * 64;
+        weight[b] = _mm512_loadu_si512(at);
+        fetch(at + B * steps * 64);
+      }
+      UNROLL for (int t = 0; t < T; ++t) {
+        const __m512i four = broadcast_step(x.codes + (token + t) * x.padded + step * 4);
+        UNROLL for (int b = 0; b < B; ++b) sum[t][b] = _mm512_dpbusd_epi32(sum[t][b], four, weight[b]);
+      }
+    }
+    UNROLL for (int b = 0; b < B; ++b) {
+      const __m512i excess = _mm512_slli_epi32(_mm512_loadu_si512(weight_sums + (block + b) * LANES), 7);
+      const __m512 factor = _mm512_loadu_ps(scale + (block + b) * LANES);
+      UNROLL for (int t = 0; t < T; ++t) {
+        const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum[t][b], excess));
+        out.put(token + t, block + b,
+                _mm512_mul_ps(_mm512_mul_ps(exact, _mm512_set1_ps(x.scale[token + t])), factor));
+      }
+    }
+  }
+};
+
+// All tokens for B neighbouring blocks of outputs, T at a time.
+template <int T, int B, typename Kernel, typename X, typename Out>
+inline void all_tokens(const Kernel& kernel, const X& x, int64_t tokens, int64_t block, const Out& out) {
+  int64_t token = 0;
+  for (; token + T <= tokens; token += T) kernel.template tile<T, B>(x, token, block, out);
+  if constexpr (T > 2)
+    for (; token + 2 <= tokens; token += 2) kernel.template tile<2, B>(x, token, block, out);
+  for (; token < tokens; ++token) kernel.template tile<1, B>(x, token, block, out);
+}
+
+template <int T, int B, typename Kernel, typename X, typename Out>
+inline void tiles_of(const Kernel& kernel, const X& x, int64_t tokens, int64_t begin, int64_t end, const Out& out) {
+  int64_t block = begin;
+  for (; block + B <= end; block += B) all_tokens<T, B>(kernel, x, tokens, block, out);
+  for (; block < end; ++block) all_tokens<T, 1>(kernel, x, tokens, block, out);
+}
+
+// Blocks [begin, end) of the outputs for all tokens. How many tokens and blocks make a tile, by measurement: one token is
+// bound by memory, which likes one stream; more are bound by what fits into 32 registers of sums and digits.
+template <typename Kernel, typename Out>
+inline void some_blocks(const Kernel& kernel, const Digits& x, int64_t tokens, int64_t begin, int64_t end,
+                        const Out& out) {
+  if (tokens == 1)
+    tiles_of<1, 1>(kernel, x, tokens, begin, end, out);
+  else if (tokens < 4)
+    tiles_of<2, 2>(kernel, x, tokens, begin, end, out);
+  else
+    tiles_of<4, 2>(kernel, x, tokens, begin, end, out);
+}
+
+template <typename Out>
+inline void some_blocks(const DynamicInt8& kernel, const Codes& x, int64_t tokens, int64_t begin, int64_t end,
+                        const Out& out) {
+  if (tokens == 1)
+    tiles_of<1, 2>(kernel, x, tokens, begin, end, out);
+  else
+    tiles_of<4, 4>(kernel, x, tokens, begin, end, out);
+}
+
+}  // namespace linear
