@@ -174,7 +174,7 @@ def test_an_environment_of_other_pins_is_not_taken_for_ours(stand_in):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"method": "external:"}, "method: 'external:' is unknown; one of external:llmcompressor:gptq"),
+        ({"method": "external:"}, "method: 'external:' is unknown; did you mean external:"),
         ({"method": "external:llmcompressor:int4"}, "is unknown"),
         ({"bits": 3}, "bits: external:llmcompressor:rtn takes 4 or 8, not 3"),
         ({"overrides": {"*.0.*": {"bits": 8}}}, "overrides: external:llmcompressor:rtn takes none"),
