@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from eval.engine.attention import StepContext
+from eval.engine.attention import AttentionBackend, StepContext
 from eval.engine.decoder_plan import ACTIVATIONS, DecoderPlan, LayerPlan, Norm, NotDescribed, describe
 from eval.engine.kv_cache import KVCache
-from eval.engine.native_attention import DTYPES, KV_DTYPES, Cache, Shape, caches_of, tables_of
+from eval.engine.native_attention import DTYPES, KV_DTYPES, Cache, NativeAttention, Shape, caches_of, tables_of
 from eval.engine.probe import Probe
 from quantize.kernels.native import NativeDynamicInt8, NativeInt4, NativeInt8, cpu_is_supported
 from quantize.linear import QuantizedLinear
@@ -228,10 +228,14 @@ class DecoderStep:
         return tensor.data_ptr()
 
 
-def native_step(model: PreTrainedModel, probe: Probe, kv: KVCache, positions: int) -> DecoderStep | NotDescribed:
-    """The native step of a model on the CPU, proven by the logits of the probe; else why there is none. Uses the first
-    blocks of `kv`, which nobody may have written yet."""
+def native_step(
+    model: PreTrainedModel, probe: Probe, kv: KVCache, backend: AttentionBackend, positions: int
+) -> DecoderStep | NotDescribed:
+    """The native step of a model on the CPU, proven by the logits of the probe; else why there is none, as with any
+    backend but the native one. Uses the first blocks of `kv`, which nobody may have written yet."""
     try:
+        if not isinstance(backend, NativeAttention):
+            raise NotDescribed(f"attention_backend {backend.name}")
         plan = describe(model, probe.calls, positions)
         if model.dtype not in DENSE or kv.device.type != "cpu":
             raise NotDescribed(f"{model.dtype} on {kv.device}")

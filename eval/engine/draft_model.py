@@ -19,7 +19,6 @@ from eval.engine.decoder_step import DecoderStep, native_step
 from eval.engine.identity import checkpoint_digests, context_tokens, end_of_sequence_ids, vocabulary_size
 from eval.engine.kv_cache import KVCache
 from eval.engine.model_runner import ModelRunner
-from eval.engine.native_attention import NativeAttention
 from eval.engine.native_linear import use_native_linears
 from eval.engine.probe import probe
 from eval.engine.prompts import load_tokenizer
@@ -58,9 +57,7 @@ class DraftModel:
         self.kv = KVCache.allocate(self._geometry, num_blocks, config.block_size, dtype, device)
         backend = choose_backend(config.attention_backend, self._geometry.head_dim, dtype, dtype, device)
         sizes = (config.max_num_seqs, config.max_batched_tokens, max_total_tokens)
-        native = None
-        if isinstance(backend, NativeAttention):
-            native = native_step(self.model, self._seen, self.kv, max_total_tokens)
+        native = native_step(self.model, self._seen, self.kv, backend, max_total_tokens)
         self._runner = ModelRunner(
             self.model, self.kv, backend, *sizes, native if isinstance(native, DecoderStep) else None
         )

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool, root_hash
 from eval.engine.config import EngineConfig
-from eval.engine.decoder_plan import NotDescribed
 from eval.engine.decoder_step import DecoderStep, native_step
 from eval.engine.draft_model import DraftModel
 from eval.engine.identity import (
@@ -30,7 +29,6 @@ from eval.engine.identity import (
 )
 from eval.engine.kv_cache import KV_DTYPES, MODEL_DTYPES, KVCache, choose_num_blocks
 from eval.engine.model_runner import ModelRunner, StepLogits
-from eval.engine.native_attention import NativeAttention
 from eval.engine.native_linear import use_native_linears
 from eval.engine.outcomes import Completion, Outcome, Score, StepOutput, completion_of, take_samples, take_scores
 from eval.engine.packing_probe import refuse_unless_packable
@@ -114,9 +112,7 @@ class Engine:
             self._draft_model.allocate(num_blocks, self._context)
         self._native_linears = use_native_linears(model)
         backend = choose_backend(config.attention_backend, geometry.head_dim, model.dtype, self._kv_dtype, model.device)
-        self._native_step: DecoderStep | NotDescribed = NotDescribed(f"attention_backend {backend.name}")
-        if isinstance(backend, NativeAttention):
-            self._native_step = native_step(model, seen, self._kv, self._context)
+        self._native_step = native_step(model, seen, self._kv, backend, self._context)
         self._runner = ModelRunner(
             model,
             self._kv,
