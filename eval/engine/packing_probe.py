@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from eval.engine import attention
 from eval.engine.attention import StepContext, TorchAttention
 from eval.engine.kv_cache import KVCache, KVGeometry
+from eval.engine.probe import PROBE_TOKENS, probe_tokens
 from eval.errors import EvalError
 
-TOKENS = 8
 BOUND = 0.05
 """Of a token's logits. Equal rows of one batch differ by rounding only, and most do not differ at all."""
 
@@ -20,20 +20,18 @@ BOUND = 0.05
 def refuse_unless_packable(model: PreTrainedModel, geometry: KVGeometry) -> None:
     """Raises EvalError naming a model, with the paged attention under it, whose requests would change one another."""
     device = model.device
-    vocab_size = model.config.get_text_config().vocab_size
-    once = torch.arange(TOKENS, device=device)
+    once = torch.arange(PROBE_TOKENS, device=device)
     step = StepContext(
-        kv=KVCache.allocate(geometry, 2, TOKENS, model.dtype, device),
-        query_starts=torch.tensor([0, TOKENS, 2 * TOKENS], dtype=torch.int32, device=device),
-        context_lens=torch.tensor([TOKENS, TOKENS], dtype=torch.int32, device=device),
+        kv=KVCache.allocate(geometry, 2, PROBE_TOKENS, model.dtype, device),
+        query_starts=torch.tensor([0, PROBE_TOKENS, 2 * PROBE_TOKENS], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([PROBE_TOKENS, PROBE_TOKENS], dtype=torch.int32, device=device),
         block_tables=torch.tensor([[0], [1]], dtype=torch.int32, device=device),
-        slot_mapping=torch.arange(2 * TOKENS, device=device),
+        slot_mapping=torch.arange(2 * PROBE_TOKENS, device=device),
     )
-    # Spread over the vocabulary: its first tokens are often special.
-    token_ids = ((once + 1) * vocab_size // (TOKENS + 1)).repeat(2)[None]
+    token_ids = probe_tokens(model).repeat(2)[None]
     with torch.inference_mode(), attention.attending(TorchAttention(), step):
         logits = model(input_ids=token_ids, position_ids=once.repeat(2)[None], use_cache=False).logits[0].float()
-    first, second = logits.split(TOKENS)
+    first, second = logits.split(PROBE_TOKENS)
     errors = (second - first).norm(dim=1) / first.norm(dim=1)
     if errors.median() > BOUND:
         raise EvalError(

@@ -43,7 +43,7 @@ def probe(model: PreTrainedModel) -> Probe:
         unknown = ", ".join(sorted(kinds - {"full_attention", "sliding_attention"}))
         raise EvalError(f"{name}: it has layers of kind {unknown}; the engine runs full and sliding attention only")
     try:
-        token_ids = _probe_tokens(model)
+        token_ids = probe_tokens(model)
         expected = _probe_logits(model, token_ids, "eager")
         with attention.probing() as calls:
             logits = _probe_logits(model, token_ids, attention.NAME)
@@ -58,7 +58,7 @@ def probe(model: PreTrainedModel) -> Probe:
     return Probe(geometry, calls, token_ids, logits)
 
 
-def _probe_tokens(model: PreTrainedModel) -> torch.Tensor:
+def probe_tokens(model: PreTrainedModel) -> torch.Tensor:
     """Tokens that lie spread over the vocabulary: its first ones are often special, and bf16 noise then swamps their
     logits."""
     vocab_size = model.config.get_text_config().vocab_size
