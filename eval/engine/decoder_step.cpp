@@ -79,9 +79,20 @@ struct Forms {
   uint16_t* bf16;
   linear::Digits digits;
   linear::Codes codes;
+
+  // Those of the tokens from `token` on, as the inputs of `l`.
+  Forms from(int64_t token, const Linear& l) const {
+    Forms f = *this;
+    f.fp32 += token * l.inputs, f.bf16 += token * l.inputs;
+    f.digits.high += token * l.padded, f.digits.low += token * l.padded;
+    if (f.is_needed[2]) f.digits.scale += token * digits.groups(), f.digits.sums += token * digits.groups();
+    f.codes.codes += token * l.padded, f.codes.scale += token;
+    return f;
+  }
 };
 
-// The memory behind all forms: one set serves every layer, because a barrier stands between one's use and the next.
+// The memory behind forms: one set serves every layer, because a barrier stands between one's use and the next. What is
+// wider has a set of its own (Scratch), so that a core writes the same lines at every layer.
 struct FormMemory {
   std::vector<float> fp32, digit_scales, code_scales;
   std::vector<uint16_t> bf16;
@@ -217,20 +228,28 @@ inline void multiply(const Linear& l, const Forms& forms, int64_t tokens, int64_
       for (int64_t n = first; n < last; n++) out[t * stride + n] += l.bias[n];
 }
 
-// This thread's blocks of linears with one input, whose outputs lie side by side in rows of `out`. A thread's part of the
-// tokens' outputs is worked off in pieces whose weights stay in cache.
+// From so many tokens on a thread takes its own tokens through all outputs instead of all tokens through its own outputs:
+// reading every weight on every core then costs less than handing activations from core to core.
+constexpr int64_t OWN_TOKENS = 192;
+
+// This thread's part of linears with one input, whose outputs lie side by side in rows of `out`, in pieces whose weights
+// stay in cache while all tokens meet them.
 inline void multiply_all(const Work& work, const Linear* linears, int count, const Forms& forms, int64_t tokens,
                          float* out, int64_t stride) {
   constexpr int64_t PIECE = 6;
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += linear::blocks_of(linears[i].outputs);
-  const int64_t begin = work.begin(total), end = work.end(total);
+  const bool own = tokens >= OWN_TOKENS;
+  const int64_t first = own ? work.begin(tokens) : 0, last = own ? work.end(tokens) : tokens;
+  const int64_t begin = own ? 0 : work.begin(total), end = own ? total : work.end(total);
   int64_t before = 0;
+  out += first * stride;
   for (int i = 0; i < count; i++) {
     const int64_t blocks = linear::blocks_of(linears[i].outputs);
     const int64_t from = std::max<int64_t>(0, begin - before), to = std::min(blocks, end - before);
+    const Forms own_forms = forms.from(first, linears[i]);
     for (int64_t block = from; block < to; block += PIECE)
-      multiply(linears[i], forms, tokens, block, std::min(to, block + PIECE), out, stride);
+      multiply(linears[i], own_forms, last - first, block, std::min(to, block + PIECE), out, stride);
     out += linears[i].outputs;
     before += blocks;
   }
@@ -269,7 +288,7 @@ struct Scratch {
   std::vector<float> residual[2], delta, qkv, attended, gate_up;
   std::vector<paged::Tile> tiles;
   std::vector<std::atomic<int64_t>> next_item;
-  FormMemory memory;
+  FormMemory memory, wide;  // of the inputs of `down`
   std::vector<LayerForms> layers;
   Forms head;
   Barrier barrier;
@@ -291,12 +310,12 @@ struct Scratch {
       for (int i = 0; i < layer->num_qkv; i++) memory.grow(layer->qkv[i], tokens);
       for (int i = 0; i < layer->num_gate_up; i++) memory.grow(layer->gate_up[i], tokens);
       memory.grow(layer->output, tokens);
-      memory.grow(layer->down, tokens);
+      wide.grow(layer->down, tokens);
     }
     layers.clear();
     for (const Layer* layer = model.layers; layer < model.layers + model.num_layers; layer++)
       layers.push_back({memory.forms(layer->qkv, layer->num_qkv, tokens), memory.forms(&layer->output, 1, tokens),
-                        memory.forms(layer->gate_up, layer->num_gate_up, tokens), memory.forms(&layer->down, 1, tokens)});
+                        memory.forms(layer->gate_up, layer->num_gate_up, tokens), wide.forms(&layer->down, 1, tokens)});
     head = memory.forms(&model.head, 1, num_wanted);
   }
 };

@@ -13,7 +13,7 @@ void run(const Kernel& kernel, const X& x, int64_t tokens, int64_t outputs, int6
   const Out<Float> rows{out, outputs, outputs};
   const int64_t blocks = blocks_of(outputs);
   // Pieces of work small enough that a piece's weights stay in cache while all tokens meet them.
-  constexpr int64_t PIECE = 8;
+  constexpr int64_t PIECE = 6;
 #pragma omp parallel for schedule(static) if (tokens * outputs * inputs > 200000)
   for (int64_t begin = 0; begin < blocks; begin += PIECE)
     some_blocks(kernel, x, tokens, begin, std::min(blocks, begin + PIECE), rows);

@@ -35,9 +35,16 @@ inline __mmask16 first_lanes(int64_t count) {
 }
 
 inline void store(uint16_t* out, __mmask16 lanes, __m512 value) {
-  _mm256_mask_storeu_epi16(out, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+  const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(value);
+  lanes == 0xFFFF ? _mm256_storeu_si256((__m256i*)out, rounded) : _mm256_mask_storeu_epi16(out, lanes, rounded);
 }
-inline void store(float* out, __mmask16 lanes, __m512 value) { _mm512_mask_storeu_ps(out, lanes, value); }
+inline void store(float* out, __mmask16 lanes, __m512 value) {
+  lanes == 0xFFFF ? _mm512_storeu_ps(out, value) : _mm512_mask_storeu_ps(out, lanes, value);
+}
+inline void store(int8_t* out, __mmask16 lanes, __m512i value) {
+  const __m128i bytes = _mm512_cvtepi32_epi8(value);
+  lanes == 0xFFFF ? _mm_storeu_si128((__m128i*)out, bytes) : _mm_mask_storeu_epi8(out, lanes, bytes);
+}
 
 inline __m512 load(const uint16_t* bf16, __mmask16 lanes) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, bf16)), 16));
@@ -51,6 +58,12 @@ inline __m512i broadcast_step(const void* step) {
   int32_t value;
   std::memcpy(&value, step, 4);
   return _mm512_set1_epi32(value);
+}
+
+// sum + bytes * signed_bytes, four products to a lane. Not the intrinsic: GCC 12 copies every sum before it adds to it.
+inline __m512i add_products(__m512i sum, __m512i bytes, __m512i signed_bytes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(signed_bytes));
+  return sum;
 }
 
 // Where results go: [tokens, outputs], rows `stride` apart.
@@ -98,8 +111,8 @@ inline void to_digits(const Float* x, int64_t inputs, const Digits& digits, int6
       sum = _mm512_add_epi32(sum, q);
       const __m512i l = _mm512_srai_epi32(_mm512_slli_epi32(q, 24), 24);
       const __m512i h = _mm512_srai_epi32(_mm512_sub_epi32(q, l), 8);
-      _mm_mask_storeu_epi8(low + k, kept, _mm512_cvtepi32_epi8(l));
-      _mm_mask_storeu_epi8(high + k, kept, _mm512_cvtepi32_epi8(h));
+      store(low + k, kept, l);
+      store(high + k, kept, h);
     }
     // What is not finite must stay visible: 0 * inf and NaN are NaN.
     digits.scale[token * groups + g] = most <= 3.4e38f ? scale : most;
@@ -127,8 +140,7 @@ inline void to_codes(const Float* x, int64_t inputs, const Codes& codes, int64_t
     const __mmask16 lanes = first_lanes(std::max<int64_t>(0, inputs - k));
     __m512i code = _mm512_cvtps_epi32(_mm512_div_ps(load(x + k, lanes), _mm512_set1_ps(scale)));
     code = _mm512_min_epi32(_mm512_max_epi32(code, _mm512_set1_epi32(-128)), _mm512_set1_epi32(127));
-    const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_add_epi32(code, _mm512_set1_epi32(128)));
-    _mm_mask_storeu_epi8(out + k, first_lanes(codes.padded - k), bytes);
+    store((int8_t*)out + k, first_lanes(codes.padded - k), _mm512_add_epi32(code, _mm512_set1_epi32(128)));
   }
 }
 
@@ -160,8 +172,8 @@ struct Int8 {
           const int64_t at = (token + t) * x.padded + step * 4;
           const __m512i h = broadcast_step(x.high + at), l = broadcast_step(x.low + at);
           UNROLL for (int b = 0; b < B; ++b) {
-            high[t][b] = _mm512_dpbusd_epi32(high[t][b], weight[b], h);
-            low[t][b] = _mm512_dpbusd_epi32(low[t][b], weight[b], l);
+            high[t][b] = add_products(high[t][b], weight[b], h);
+            low[t][b] = add_products(low[t][b], weight[b], l);
           }
         }
       }
@@ -217,10 +229,10 @@ struct Int4 {
           const __m512i h = broadcast_step(x.high + at), l = broadcast_step(x.low + at);
           const __m512i h2 = broadcast_step(x.high + at + 4), l2 = broadcast_step(x.low + at + 4);
           UNROLL for (int b = 0; b < B; ++b) {
-            high[t][b] = _mm512_dpbusd_epi32(high[t][b], even[b], h);
-            low[t][b] = _mm512_dpbusd_epi32(low[t][b], even[b], l);
-            high[t][b] = _mm512_dpbusd_epi32(high[t][b], odd[b], h2);
-            low[t][b] = _mm512_dpbusd_epi32(low[t][b], odd[b], l2);
+            high[t][b] = add_products(high[t][b], even[b], h);
+            low[t][b] = add_products(low[t][b], even[b], l);
+            high[t][b] = add_products(high[t][b], odd[b], h2);
+            low[t][b] = add_products(low[t][b], odd[b], l2);
           }
         }
       }
@@ -268,7 +280,7 @@ struct DynamicInt8 {
       }
       UNROLL for (int t = 0; t < T; ++t) {
         const __m512i four = broadcast_step(x.codes + (token + t) * x.padded + step * 4);
-        UNROLL for (int b = 0; b < B; ++b) sum[t][b] = _mm512_dpbusd_epi32(sum[t][b], four, weight[b]);
+        UNROLL for (int b = 0; b < B; ++b) sum[t][b] = add_products(sum[t][b], four, weight[b]);
       }
     }
     UNROLL for (int b = 0; b < B; ++b) {
@@ -319,7 +331,7 @@ inline void some_blocks(const DynamicInt8& kernel, const Codes& x, int64_t token
   if (tokens == 1)
     tiles_of<1, 2>(kernel, x, tokens, begin, end, out);
   else
-    tiles_of<4, 4>(kernel, x, tokens, begin, end, out);
+    tiles_of<6, 3>(kernel, x, tokens, begin, end, out);
 }
 
 }  // namespace linear

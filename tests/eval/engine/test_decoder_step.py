@@ -1,5 +1,7 @@
 """The whole step in C++ computes what the module tree does; what it cannot describe runs through the module tree."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -66,7 +68,7 @@ def distance(found, reference):
 
 def both_ways(model, prompts, **options):
     """Logprobs from the native step and from the module tree with the same attention kernel."""
-    engine = engine_on(model, max_batched_tokens=64, **options)
+    engine = engine_on(model, **({"max_batched_tokens": 64} | options))
     assert engine.identity()["steps"] == "native"
     native = logits_of(engine, prompts)
     engine._runner.native = None
@@ -125,6 +127,30 @@ def test_mixed_precision_shares_one_set_of_digits(tiny_model, random_prompts):
     model = quantized(model, Scheme(8), skip=lambda name: "up" in name)
     native, tree = both_ways(model, random_prompts(5))
     assert max((a - b).abs().mean() for a, b in zip(native, tree, strict=True)) < 0.05
+
+
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 72, "intermediate_size": 104, "vocab_size": 133}])
+@pytest.mark.parametrize("scheme", [None, "int8", "int4 with zero points", "int8 activations", "mixed"])
+def test_many_tokens_of_which_each_thread_takes_its_own(scheme, sizes, tiny_model, random_prompts, threads):
+    def model(dtype):
+        dense = tiny_model("llama", **sizes).to(dtype)
+        if scheme == "mixed":
+            return quantized(dense, Scheme(8), skip=lambda name: "v_proj" in name or "up" in name)
+        if scheme is None:
+            return dense
+        return quantized(dense, replace(SCHEMES[scheme], group_size=-1) if sizes else SCHEMES[scheme])
+
+    prompts = [prompt for prompt in random_prompts(20) if len(prompt) > 1]
+    assert sum(map(len, prompts)) > 400
+    reference = logits_of(engine_on(model(torch.float32)), prompts)
+    found = []
+    for count in (1, 2, 3):
+        threads(count)
+        native, tree = both_ways(model(torch.bfloat16), prompts, max_batched_tokens=512, prefix_caching=False)
+        assert distance(native, reference) <= 1.1 * distance(tree, reference)
+        found.append(torch.cat(native))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("scheme", [None, "int8", "int4 with zero points", "int8 activations"])
