@@ -43,7 +43,7 @@ from eval.errors import EvalError
 from quantize.load import load_model, numerics
 from quantize.progress import Progress
 
-ENGINE_VERSION = "0.2.0"
+ENGINE_VERSION = "0.3.0"
 
 
 class Engine:
