@@ -369,9 +369,7 @@ void attention(Work& work, Scratch& s, const Layer& layer, const paged::Step& st
     }
   }
   work.meet();
-  const int64_t items = (int64_t)s.tiles.size() * kv_heads;
-  for (int64_t item; (item = next_item.fetch_add(1, std::memory_order_relaxed)) < items;)
-    paged::attend_item(step, shape, layer.cache, s.tiles, item, query, s.attended.data());
+  paged::attend_items(step, shape, layer.cache, s.tiles, next_item, query, s.attended.data());
   work.meet();
 }
 

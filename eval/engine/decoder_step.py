@@ -6,7 +6,6 @@ the order in which a step reads them, and the model's modules use them from ther
 """
 
 import ctypes
-import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from eval.engine import huge_pages
 from eval.engine.attention import AttentionBackend, StepContext
 from eval.engine.decoder_plan import ACTIVATIONS, DecoderPlan, LayerPlan, Norm, NotDescribed, describe
 from eval.engine.kv_cache import KVCache
@@ -254,8 +254,8 @@ def native_step(
 
 
 def into_huge_pages(plan: DecoderPlan) -> None:
-    """Moves the weights into one region of huge pages, in reading order: a 4 KiB page every 100 ns costs a quarter of
-    the bandwidth. The modules keep using them, so nothing is held twice."""
+    """Moves the weights into one region of huge pages, in reading order: worth a quarter of the bandwidth. The
+    modules keep using them, so nothing is held twice."""
     modules = [m for layer in plan.layers for m in (*layer.qkv, layer.output, *layer.gate_up, layer.down)] + [plan.head]
     owners = [module.kernel if isinstance(module, QuantizedLinear) else module for module in modules]
     tensors = [
@@ -267,13 +267,8 @@ def into_huge_pages(plan: DecoderPlan) -> None:
     offsets = [0]
     for tensor in tensors:
         offsets.append(offsets[-1] + -(-tensor.nbytes // 64) * 64)
-    region = mmap.mmap(-1, offsets[-1] + PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
+    memory = huge_pages.region(offsets[-1])
     for tensor, offset in zip(tensors, offsets, strict=False):
-        moved = torch.frombuffer(region, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(tensor.shape)
+        moved = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(tensor.shape)
         moved.copy_(tensor.detach())
         tensor.data = moved
-
-
-PAGE = 2 * 2**20

@@ -10,10 +10,12 @@ the values that the query sees), with e = scaling * |query|_1 * max(s of the key
 (soft-capping moves it less), and so the weights' total variation by no more than tanh(e / 2).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from eval.engine import huge_pages
 from eval.errors import EvalError
 
 CPU_DEFAULT_BYTES = 2 * 2**30
@@ -70,9 +72,15 @@ class KVCache:
     def allocate(
         cls, geometry: KVGeometry, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> "KVCache":
-        """Uninitialised: no slot is read before it is written."""
+        """Uninitialised: no slot is read before it is written. On a CPU in huge pages, since attention reads short rows
+        that lie all over the cache."""
         rows = (geometry.num_layers, 2, num_blocks, block_size, geometry.num_kv_heads)
-        blocks = torch.empty(*rows, geometry.head_dim, dtype=dtype, device=device)
+        shape = (*rows, geometry.head_dim)
+        if device.type == "cpu":
+            memory = huge_pages.region(math.prod(shape) * dtype.itemsize)
+            blocks = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+        else:
+            blocks = torch.empty(shape, dtype=dtype, device=device)
         return cls(blocks, torch.empty(rows, device=device) if dtype == torch.int8 else None)
 
     @property

@@ -7,10 +7,12 @@
 // the end is an OpenMP loop around it.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #ifdef __F16C__
@@ -222,6 +224,27 @@ struct Cache {                        // one layer's
 
 struct Tile { int32_t request, first, count; };  // queries [first, first + count) of the request's tokens in this step
 
+struct Item { const Tile& tile; int kv_head; };
+
+// Keys [begin, end) are seen by some query of the tile.
+inline std::pair<int32_t, int32_t> seen_keys(const Step& s, const Shape& shape, const Tile& tile) {
+  const int32_t num_queries = s.query_starts[tile.request + 1] - s.query_starts[tile.request];
+  const int32_t before = s.context_lens[tile.request] - num_queries + tile.first;  // position of the tile's first query
+  return {shape.window > 0 ? std::max(0, before - shape.window + 1) : 0, before + tile.count};
+}
+
+// Where the item's rows of up to KEYS keys from `first` on begin, in elements. Gives their count.
+inline int locate(const Step& s, const Shape& shape, const Item& item, int32_t first, int64_t* offsets) {
+  const int32_t* table = s.block_tables + item.tile.request * s.table_stride;
+  const int count = std::max(0, std::min(KEYS, seen_keys(s, shape, item.tile).second - first));
+  int32_t block = first / s.block_size, within = first % s.block_size;
+  for (int j = 0; j < count; j++, within++) {
+    if (within == s.block_size) block++, within = 0;
+    offsets[j] = (((int64_t)table[block] * s.block_size + within) * shape.kv_heads + item.kv_head) * shape.head_dim;
+  }
+  return count;
+}
+
 // The sums of 16 vectors, one per lane, in order: each level adds halves and keeps the groups side by side.
 inline vec sums_of(const vec* v) {
   vec a[8], b[4], c[2];
@@ -294,16 +317,31 @@ void accumulate_rows(int rows, const float* weights, const float* decay, const f
   if constexpr (R > 1) accumulate_rows<V, R - 1>(rows, weights, decay, v, keys, out);
 }
 
+// Rows of the cache, in elements from its first, that are needed soon. They are fetched one by one while others are used:
+// rows of one head lie too far apart for the hardware to see the pattern, the next block may lie anywhere, and more lines
+// at once than a core can wait for would stop it.
+struct Ahead {
+  const char* base;
+  const int64_t* offsets;
+  int count, element, row_bytes;
+  void fetch(int j) const {
+    if (j >= count) return;
+    const char* row = base + offsets[j] * element;
+    for (int at = 0; at < row_bytes; at += 64) __builtin_prefetch(row + at);
+  }
+};
+
 // Scores [R, KEYS] of R queries against `count` keys where they lie, and R weighted sums of values: decode's own way, in
 // which a row of the cache is read once, straight into registers.
 template <int V, int R, typename Kind>
 void scores_in_place(const float* q, const typename Kind::element* keys, const int64_t* offsets, int count,
-                     float* scores) {
+                     float* scores, const Ahead& ahead) {
   vec products[R][LANES] = {};
   for (int j = 0; j < count; j += LANES) {
     const int n = std::min(LANES, count - j);
     for (int i = 0; i < n; i++) {
       const typename Kind::element* key = keys + offsets[j + i];
+      ahead.fetch(j + i);
       vec part[V];
 #pragma GCC unroll 16
       for (int v = 0; v < V; v++) part[v] = Kind::read(key + v * LANES);
@@ -321,13 +359,14 @@ void scores_in_place(const float* q, const typename Kind::element* keys, const i
 
 template <int V, int R, typename Kind>
 void accumulate_in_place(const float* weights, const float* decay, const typename Kind::element* values,
-                         const int64_t* offsets, int count, float* out) {
+                         const int64_t* offsets, int count, float* out, const Ahead& ahead) {
   vec total[R][V];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) total[r][v] = load(out + (r * V + v) * LANES) * decay[r];
   for (int j = 0; j < count; j++) {
+    ahead.fetch(j);
     const typename Kind::element* value = values + offsets[j];
     vec part[V];
 #pragma GCC unroll 16
@@ -371,8 +410,10 @@ struct Scratch {
 };
 
 template <int V>
-void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& tile, int kv_head, const Rows& query,
+void attend(const Step& s, const Shape& shape, const Cache& cache, const Item& item, const Item& next, const Rows& query,
             void* out) {
+  const Tile& tile = item.tile;
+  const int kv_head = item.kv_head;
   const void *keys = cache.keys, *values = cache.values;
   const int d = shape.head_dim, padded = V * LANES, groups = shape.heads / shape.kv_heads;
   const int rows = tile.count * groups, padded_rows = (rows + LANES - 1) / LANES * LANES;
@@ -399,36 +440,24 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& t
       for (int e = 0; e < d; e++) row[e] *= shape.scaling;
     }
 
-  const int32_t* table = s.block_tables + tile.request * s.table_stride;
-  const int32_t end = before + tile.count;  // keys [begin, end) are seen by some query of the tile
-  const int32_t begin = shape.window > 0 ? std::max(0, before - shape.window + 1) : 0;
+  const auto [begin, end] = seen_keys(s, shape, tile);
   const bool few = rows < 8, in_place = few && d == padded;
   constexpr int R = V <= 4 ? 4 : V <= 8 ? 2 : 1;
   const int element = shape.kv_dtype == INT8 ? 1 : shape.kv_dtype == FLOAT32 ? 4 : 2;
   float one[16 * LANES], key_scale[KEYS], value_scale[KEYS];
-  // Where the rows of this chunk and of the next begin, in elements. The next one's are fetched while this one's are used:
-  // rows of one head lie too far apart for the hardware to see the pattern, and the next block may lie anywhere.
-  int64_t offsets[2][KEYS];
-  const auto locate = [&](int32_t first, int64_t* into) {
-    const int count = std::max(0, std::min(KEYS, end - first));
-    int32_t block = first / s.block_size, within = first % s.block_size;
-    for (int j = 0; j < count; j++, within++) {
-      if (within == s.block_size) block++, within = 0;
-      into[j] = (((int64_t)table[block] * s.block_size + within) * shape.kv_heads + kv_head) * d;
-      for (int line = 0; line < d; line += 64 / element) {
-        __builtin_prefetch((const char*)keys + (into[j] + line) * element);
-        __builtin_prefetch((const char*)values + (into[j] + line) * element);
-      }
-    }
-  };
-  locate(begin, offsets[0]);
+  int64_t offsets[2][KEYS];  // where the rows of this chunk and of the one after it, be it the next item's, begin
+  locate(s, shape, item, begin, offsets[0]);
   int now = 0;
   for (int32_t first = begin; first < end; first += KEYS, now = 1 - now) {
     const int count = std::min(KEYS, end - first);
-    locate(first + KEYS, offsets[1 - now]);
+    const int soon = first + KEYS < end ? locate(s, shape, item, first + KEYS, offsets[1 - now])
+                                        : locate(s, shape, next, seen_keys(s, shape, next.tile).first, offsets[1 - now]);
+    const Ahead keys_ahead{(const char*)keys, offsets[1 - now], soon, element, d * element};
+    const Ahead values_ahead{(const char*)values, offsets[1 - now], soon, element, d * element};
     for (int j = 0; j < count && !(in_place && shape.kv_dtype != INT8); j++) {
       const int64_t offset = offsets[now][j];
       float* key = few ? k + j * padded : one;
+      if (!in_place) keys_ahead.fetch(j), values_ahead.fetch(j);
       if (in_place) {
       } else if (d == padded) {
         read_vectors<V>(values, offset, shape.kv_dtype, v + j * padded);
@@ -449,7 +478,8 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& t
         using Kind = decltype(kind);
         by_rows<R>(rows, [&](int r, auto count_of_rows) {
           scores_in_place<V, decltype(count_of_rows)::value, Kind>(
-              q + r * padded, (const typename Kind::element*)keys, offsets[now], count, scores + r * KEYS);
+              q + r * padded, (const typename Kind::element*)keys, offsets[now], count, scores + r * KEYS,
+              keys_ahead);
         });
       });
     } else if (few) {
@@ -490,7 +520,8 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& t
         using Kind = decltype(kind);
         by_rows<R>(rows, [&](int r, auto count_of_rows) {
           accumulate_in_place<V, decltype(count_of_rows)::value, Kind>(
-              scores + r * KEYS, decay + r, (const typename Kind::element*)values, offsets[now], count, acc + r * padded);
+              scores + r * KEYS, decay + r, (const typename Kind::element*)values, offsets[now], count, acc + r * padded,
+              values_ahead);
         });
       });
       continue;
@@ -506,7 +537,7 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Tile& t
   }
 }
 
-using Attend = void (*)(const Step&, const Shape&, const Cache&, const Tile&, int, const Rows&, void*);
+using Attend = void (*)(const Step&, const Shape&, const Cache&, const Item&, const Item&, const Rows&, void*);
 
 Attend attend_for(int head_dim) {
   switch ((head_dim + LANES - 1) / LANES) {
@@ -555,11 +586,19 @@ inline void write_tokens(const Step& s, const Shape& shape, const Cache& cache, 
     }
 }
 
-// Work item `item` of the step, once all of its keys and values are written. out [tokens, heads, head_dim] in dtype,
-// contiguous; an item writes the rows of its tile's queries in the heads that share its kv head.
-inline void attend_item(const Step& s, const Shape& shape, const Cache& cache, const std::vector<Tile>& tiles,
-                        int64_t item, const Rows& query, void* out) {
-  attend_for(shape.head_dim)(s, shape, cache, tiles[item / shape.kv_heads], item % shape.kv_heads, query, out);
+// The step's items that no other thread has taken, once all keys and values are written. out [tokens, heads, head_dim] in
+// dtype, contiguous; an item writes the rows of its tile's queries in the heads that share its kv head.
+inline void attend_items(const Step& s, const Shape& shape, const Cache& cache, const std::vector<Tile>& tiles,
+                         std::atomic<int64_t>& next_item, const Rows& query, void* out) {
+  const int64_t items = (int64_t)tiles.size() * shape.kv_heads;
+  const auto take = [&] { return next_item.fetch_add(1, std::memory_order_relaxed); };
+  const auto named = [&](int64_t i) { return Item{tiles[i / shape.kv_heads], (int)(i % shape.kv_heads)}; };
+  const Attend attend = attend_for(shape.head_dim);
+  for (int64_t item = take(); item < items;) {
+    const int64_t next = take();  // taken early, so that its first rows can be fetched meanwhile
+    attend(s, shape, cache, named(item), named(std::min(next, items - 1)), query, out);
+    item = next;
+  }
 }
 
 }  // namespace
@@ -575,13 +614,12 @@ extern "C" void paged_attention(const paged::Step* step, const paged::Shape* sha
   static thread_local std::vector<paged::Tile> tiles_of_thread;
   std::vector<paged::Tile>& tiles = tiles_of_thread;
   paged::list_tiles(*step, tiles);
-  const int64_t items = (int64_t)tiles.size() * shape->kv_heads;
+  std::atomic<int64_t> next_item{0};
 
 #pragma omp parallel num_threads(step->num_threads) if (step->num_threads > 1)
   {
 #pragma omp for schedule(static)
     for (int32_t t = 0; t < step->num_tokens; t++) paged::write_tokens(*step, *shape, *cache, k, v, t, t + 1);
-#pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < items; item++) paged::attend_item(*step, *shape, *cache, tiles, item, q, out);
+    paged::attend_items(*step, *shape, *cache, tiles, next_item, q, out);
   }
 }

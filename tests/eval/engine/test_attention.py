@@ -103,15 +103,14 @@ extern "C" void one_layer(const paged::Step* step, const paged::Shape* shape, co
                           const void* value, int64_t vt, int64_t vh, void* out) {{
   std::vector<paged::Tile> tiles;
   paged::list_tiles(*step, tiles);
-  const int64_t items = tiles.size() * shape->kv_heads;
+  std::atomic<int64_t> next_item{{0}};
 #pragma omp parallel num_threads(3)
   {{
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads(), tokens = step->num_tokens;
     paged::write_tokens(*step, *shape, *cache, {{key, kt, kh}}, {{value, vt, vh}}, tokens * thread / threads,
                         tokens * (thread + 1) / threads);
 #pragma omp barrier
-    for (int64_t item = thread; item < items; item += threads)
-      paged::attend_item(*step, *shape, *cache, tiles, item, {{query, qt, qh}}, out);
+    paged::attend_items(*step, *shape, *cache, tiles, next_item, {{query, qt, qh}}, out);
   }}
 }}
 """
