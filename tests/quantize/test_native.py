@@ -109,6 +109,31 @@ def test_a_token_does_not_depend_on_its_neighbours():
             assert torch.equal(torch.cat([kernel(part) for part in x.split(size)]), together)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_visible_wherever_it_stands(value):
+    for kernel in (
+        NativeInt8(random_weight(Scheme(8), 37, 90)),
+        NativeInt4(random_weight(Scheme(4, -1, False), 37, 96)),
+        NativeInt4(random_weight(Scheme(4, 24), 37, 96)),
+        NativeDynamicInt8(random_weight(Scheme(8, activations="int8"), 37, 90)),
+    ):
+        for place in (0, 5, 17, 31, 40, 63, 64, 89):
+            x = torch.randn(2, 90 if "int8" in kernel.name else 96).bfloat16()
+            x[1, place] = value
+            found = kernel(x)
+            assert found[0].isfinite().all()
+            assert not found[1].isfinite().any()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-35, 1e-37, 1e-39])
+def test_the_smallest_inputs_are_zeros_at_worst(size):
+    """The inverse of their digits' scale would not be finite."""
+    weight = random_weight(Scheme(8), 37, 90)
+    x = (torch.rand(3, 90) * size).bfloat16()
+    error = (NativeInt8(weight)(x).double() - reference_linear(x.double(), weight)).abs()
+    assert (error <= x.double() @ dequantize(weight, torch.float64).abs().T + 1e-40).all()
+
+
 def test_no_tokens_and_rows_that_are_not_contiguous():
     kernel = NativeInt8(random_weight(Scheme(8), 48, 64))
     assert kernel(torch.zeros(0, 64).bfloat16()).shape == (0, 48)

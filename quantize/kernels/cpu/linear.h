@@ -86,6 +86,19 @@ struct Digits {
   int64_t groups() const { return (padded + group - 1) / group; }
 };
 
+// The larger of `largest` and |x|, as bits, which are ordered as the floats are, with NaN above infinity: the instruction
+// for floats forgets a NaN when it meets the next number.
+inline __m512i larger_bits(__m512i largest, __m512 x) {
+  return _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
+}
+
+inline float largest_of(__m512i bits) {
+  const int32_t most = _mm512_reduce_max_epi32(bits);
+  float value;
+  std::memcpy(&value, &most, 4);
+  return value;
+}
+
 // Groups [first, last) of one token x [inputs], written into row `token`.
 template <typename Float>
 inline void to_digits(const Float* x, int64_t inputs, const Digits& digits, int64_t token, int64_t first,
@@ -94,14 +107,14 @@ inline void to_digits(const Float* x, int64_t inputs, const Digits& digits, int6
   const int64_t groups = digits.groups();
   for (int64_t g = first; g < last; ++g) {
     const int64_t begin = g * digits.group, end = std::min(begin + digits.group, digits.padded);
-    __m512 largest = _mm512_setzero_ps();
+    __m512i largest = _mm512_setzero_si512();
     for (int64_t k = begin; k < end; k += LANES) {
       const __mmask16 lanes = first_lanes(std::max<int64_t>(0, std::min(inputs, end) - k));
-      largest = _mm512_max_ps(largest, _mm512_abs_ps(load(x + k, lanes)));
+      largest = larger_bits(largest, load(x + k, lanes));
     }
-    const float most = _mm512_reduce_max_ps(largest);
+    const float most = largest_of(largest);
     const float scale = most / LARGEST_DIGITS;
-    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    const float inverse = scale >= 1.17549435e-38f ? 1.0f / scale : 0.0f;  // of less it would overflow
     __m512i sum = _mm512_setzero_si512();
     for (int64_t k = begin; k < end; k += LANES) {
       const __mmask16 lanes = first_lanes(std::max<int64_t>(0, std::min(inputs, end) - k));
@@ -130,10 +143,10 @@ struct Codes {
 template <typename Float>
 inline void to_codes(const Float* x, int64_t inputs, const Codes& codes, int64_t token) {
   uint8_t* out = codes.codes + token * codes.padded;
-  __m512 largest = _mm512_setzero_ps();
+  __m512i largest = _mm512_setzero_si512();
   for (int64_t k = 0; k < inputs; k += LANES)
-    largest = _mm512_max_ps(largest, _mm512_abs_ps(load(x + k, first_lanes(inputs - k))));
-  float scale = _mm512_reduce_max_ps(largest) / 127.5f;
+    largest = larger_bits(largest, load(x + k, first_lanes(inputs - k)));
+  float scale = largest_of(largest) / 127.5f;
   if (scale == 0.0f) scale = 1.1920928955078125e-07f;
   codes.scale[token] = scale;
   for (int64_t k = 0; k < codes.padded; k += LANES) {
