@@ -1,8 +1,9 @@
 """What a decoder is made of, read off its module tree: norms, projections, rotary tables, activation, caps.
 
 The one idea: the names that transformers gives to the parts of a Llama-like decoder say what is where, and what a part
-does is found by trying it (a norm on a random row, an activation on a line). Whatever is not understood ends in
-`NotDescribed`; whoever uses a plan proves it against the module tree's own logits first.
+does is found by trying it (a norm on a random row, an activation on a line). What happens between the parts no part
+shows, so it is taken from architectures whose forwards were read. Whatever is not understood ends in `NotDescribed`;
+whoever uses a plan proves it against the module tree's own logits first.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,24 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "relu": functional.relu,
 }
+READ = {
+    f"transformers.models.{name}.modeling_{name}"
+    for name in (
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "llama",
+        "ministral",
+        "mistral",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "seed_oss",
+    )
+}
+"""Whose forwards were read. Others have the same parts and multiply residuals (Granite), leave the rotary embedding out
+of some layers (SmolLM3), pair its dimensions in another way (GLM, Helium, Ernie), or scale queries by their position
+(Ministral 3), of which eight tokens' logits in bfloat16 may show nothing."""
 CHANGING_ROTARY = ("dynamic", "longrope")
 """Rotary kinds whose table depends on how long the text is."""
 
@@ -70,14 +89,18 @@ class DecoderPlan:
 def describe(model: PreTrainedModel, calls: Sequence[LayerCall], positions: int) -> DecoderPlan:
     """The plan of a model whose attention layers asked for `calls`; rotary tables for `positions` positions. Raises
     NotDescribed."""
+    for name, module in model.named_modules():
+        if does_more_than_its_class(module):
+            raise NotDescribed(f"a hook on {name or type(model).__name__}")
     config = model.config.get_text_config()
     base = model.base_model
     layers, final, head = getattr(base, "layers", None), getattr(base, "norm", None), model.get_output_embeddings()
     if not isinstance(layers, nn.ModuleList) or final is None or head is None:
         raise NotDescribed(f"{type(base).__name__} is not embeddings, layers, norm and head")
+    only(model, {"model", "lm_head"})
     only(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
     kinds = getattr(config, "layer_types", None) or [None] * len(layers)
-    tables = {kind: rotary_table(base, config, kind, positions) for kind in set(kinds)}
+    tables = {kind: rotary_table(base, kind, positions) for kind in set(kinds)}
     by_layer = {call.layer: call for call in calls}
     plans = [
         describe_layer(layer, by_layer[index], tables[kinds[index]], config.num_attention_heads)
@@ -129,15 +152,23 @@ def describe_layer(
     )
 
 
+def does_more_than_its_class(module: nn.Module) -> bool:
+    """Whether somebody hung a hook on this module, or gave it a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
 def only(module: nn.Module, known: set[str]) -> None:
-    """Nothing in the module that is not known, dropout and the like left out."""
+    """The module's forward was read, and there is nothing in it that is not known, dropout and the like left out."""
     unknown = [
         name
         for name, child in module.named_children()
         if name not in known and not isinstance(child, nn.Dropout | nn.Identity)
     ]
+    unknown += [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
     if unknown:
         raise NotDescribed(f"{type(module).__name__} has {', '.join(unknown)}")
+    if type(module).__module__ not in READ:
+        raise NotDescribed(f"{type(module).__name__}, whose forward was not read")
 
 
 def part(module: nn.Module, name: str) -> nn.Module:
@@ -152,15 +183,20 @@ def norm_of(module: nn.Module) -> Norm:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or not isinstance(eps, float) or getattr(module, "bias", None) is not None:
         raise NotDescribed(f"{type(module).__name__} is not a root-mean-square norm")
-    row = torch.randn(weight.shape[0], generator=torch.Generator().manual_seed(0))
+    # Around 1, since a norm that takes the mean off changes a long row around 0 by next to nothing.
+    row = 1 + torch.randn(weight.shape[0], generator=torch.Generator().manual_seed(0))
     given = row.to(weight.dtype)
     with torch.inference_mode():
         found = module(given[None])[0].float()
     plain = given.float() * torch.rsqrt(given.float().square().mean() + eps)
-    for factor in (weight.float(), weight.float() + 1):
-        if (found - plain * factor).norm() <= 0.02 * found.norm() and found.norm() > 0:
-            return Norm(factor.contiguous(), eps)
-    raise NotDescribed(f"{type(module).__name__} is not a root-mean-square norm")
+    # Of large weights both are within the bound: the nearer one is meant.
+    error, factor = min(
+        (((found - plain * factor).norm().item(), factor) for factor in (weight.float(), weight.float() + 1)),
+        key=lambda pair: pair[0],
+    )
+    if not error <= 0.02 * found.norm().item() or not found.any():
+        raise NotDescribed(f"{type(module).__name__} is not a root-mean-square norm")
+    return Norm(factor.contiguous(), eps)
 
 
 def head_norm(attention: nn.Module, name: str, head_dim: int) -> Norm | None:
@@ -173,7 +209,8 @@ def head_norm(attention: nn.Module, name: str, head_dim: int) -> Norm | None:
 
 
 def activation_of(module: nn.Module) -> str:
-    line = torch.linspace(-6, 6, 97)
+    # Long enough for those that are cut off somewhere (relu6, gelu_10).
+    line = torch.linspace(-24, 24, 385)
     with torch.inference_mode():
         found = module(line)
     for name, function in ACTIVATIONS.items():
@@ -182,9 +219,7 @@ def activation_of(module: nn.Module) -> str:
     raise NotDescribed(f"the activation {type(module).__name__}")
 
 
-def rotary_table(
-    base: nn.Module, config: object, kind: str | None, positions: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_table(base: nn.Module, kind: str | None, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, float32 [positions, rotary / 2], for layers of one kind."""
     rotary = part(base, "rotary_emb")
     types = getattr(rotary, "rope_type", "default")

@@ -5,16 +5,28 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2CLS, ACT2FN
 
 from eval.engine import Engine, EngineConfig, SamplingParams
-from eval.engine.decoder_plan import NotDescribed, describe
+from eval.engine.decoder_plan import ACTIVATIONS, NotDescribed, activation_of, describe, norm_of
 from eval.engine.decoder_step import DecoderStep
 from eval.engine.probe import probe
 from quantize.kernels.native import library
 from quantize.linear import QuantizedLinear
 from quantize.scheme import Scheme, quantize_rtn
 
-DESCRIBED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
+DESCRIBED = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "ministral",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "seed_oss",
+)
 OTHERS = ("gpt_neox", "opt")
 SCHEMES = {
     "int8": Scheme(8),
@@ -175,14 +187,31 @@ def test_what_a_plan_cannot_say_runs_through_the_module_tree(architecture, tiny_
     assert identity["steps"].startswith("module tree: ")
 
 
+@pytest.mark.parametrize("architecture", ["granite", "smollm3", "glm", "helium", "ernie4_5", "ministral3"])
+def test_parts_with_a_llama_s_names_say_nothing_of_what_is_between_them(architecture, tiny_model):
+    model = tiny_model(architecture, num_key_value_heads=2, head_dim=16)
+    with pytest.raises(NotDescribed, match="ForCausalLM, whose forward was not read"):
+        describe(model, probe(model).calls, 64)
+
+
 def test_a_plan_that_computes_something_else_is_found_out(tiny_model, monkeypatch):
-    """A layer with one more operation in its forward has the same parts; only its logits tell."""
+    """Layers with one more operation in their forward have the same parts; only their logits tell."""
     model = tiny_model("llama")
-    layer = model.model.layers[1].mlp
-    plain = layer.forward
-    monkeypatch.setattr(layer, "forward", lambda x: 0.5 * plain(x))
+    kind = type(model.model.layers[1].mlp)
+    plain = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 0.5 * plain(self, x))
     identity = engine_on(model).identity()
     assert identity["steps"] == "module tree: its logits are not those of the module tree"
+
+
+def test_a_hook_runs_with_the_module_that_it_hangs_on(tiny_model):
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, output: 1.001 * output)
+    assert engine_on(model).identity()["steps"] == "module tree: a hook on model.layers.1.mlp.down_proj"
+    model = tiny_model("llama")
+    layer = model.model.layers[0]
+    layer.forward = layer.forward
+    assert engine_on(model).identity()["steps"] == "module tree: a hook on model.layers.0"
 
 
 def test_an_unknown_part_is_named(tiny_model):
@@ -190,6 +219,34 @@ def test_an_unknown_part_is_named(tiny_model):
     model.model.layers[0].mlp.router = nn.Linear(4, 4)
     with pytest.raises(NotDescribed, match="LlamaMLP has router"):
         describe(model, probe(model).calls, 64)
+    model = tiny_model("llama")
+    model.model.layers[0].self_attn.register_buffer("sinks", torch.zeros(4))
+    with pytest.raises(NotDescribed, match="LlamaAttention has sinks"):
+        describe(model, probe(model).calls, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_is_what_it_does(dtype, tiny_model):
+    llama = type(tiny_model("llama").model.norm)(4096, eps=1e-6).to(dtype)
+    gemma = type(tiny_model("gemma").model.norm)(4096, eps=1e-6).to(dtype)
+    for size in (0.5, 20.0, 80.0):
+        for norm, excess in ((llama, 0.0), (gemma, 1.0)):
+            norm.weight.data = (torch.randn(4096) + size).to(dtype)
+            assert torch.equal(norm_of(norm).weight, norm.weight.float() + excess)
+    with pytest.raises(NotDescribed, match="LayerNorm is not a root-mean-square norm"):
+        norm_of(nn.LayerNorm(4096, bias=False).to(dtype))
+
+
+def test_an_activation_is_recognised_by_all_that_it_does():
+    x, recognised = torch.linspace(-100, 100, 4001), set()
+    for name in ACT2CLS:
+        try:
+            found = activation_of(ACT2FN[name])
+        except NotDescribed:
+            continue
+        recognised.add(found)
+        assert torch.allclose(ACT2FN[name](x), ACTIVATIONS[found](x), atol=1e-5), name
+    assert recognised == set(ACTIVATIONS)
 
 
 def test_two_engines_on_one_model(tiny_model, random_prompts):
