@@ -56,7 +56,7 @@ struct Model {
 class Barrier {
  public:
   void wait(int threads) {
-    const int before = generation.load(std::memory_order_acquire);
+    const unsigned before = generation.load(std::memory_order_acquire);
     if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
       arrived.store(0, std::memory_order_relaxed);
       generation.store(before + 1, std::memory_order_release);
@@ -69,7 +69,7 @@ class Barrier {
 
  private:
   alignas(64) std::atomic<int> arrived{0};
-  alignas(64) std::atomic<int> generation{0};
+  alignas(64) std::atomic<unsigned> generation{0};
 };
 
 // A layer's tokens in every form that the linears after this point multiply.
@@ -280,7 +280,7 @@ inline paged::vec activate(paged::vec x, int32_t kind) {
       for (int i = 0; i < 16; i++) x[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.7071067811865476f));
       return x;
     default:
-      return x > 0.0f ? x : paged::vec{};
+      return x < 0.0f ? paged::vec{} : x;  // NaN stays
   }
 }
 

@@ -8,6 +8,7 @@ the order in which a step reads them, and the model's modules use them from ther
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from eval.engine.attention import AttentionBackend, StepContext
 from eval.engine.decoder_plan import ACTIVATIONS, DecoderPlan, LayerPlan, Norm, NotDescribed, describe
 from eval.engine.kv_cache import KVCache
 from eval.engine.native_attention import DTYPES, KV_DTYPES, Cache, NativeAttention, Shape, caches_of, tables_of
+from eval.engine.native_linear import NativeLinear
 from eval.engine.probe import Probe
 from quantize.kernels.native import NativeDynamicInt8, NativeInt4, NativeInt8, cpu_is_supported
 from quantize.linear import QuantizedLinear
@@ -99,14 +101,19 @@ class DecoderStep:
         self._run.restype = None
         self._kept: list[torch.Tensor] = []
         self._embed = embed
-        into_huge_pages(plan)
+        linears = [m for layer in plan.layers for m in (*layer.qkv, layer.output, *layer.gate_up, layer.down)]
+        linears.append(plan.head)
+        for linear in linears:
+            kind_of(linear)  # refuses before anything is moved
+        into_huge_pages(linears)
         layers = [self._layer(layer, kv, cache) for layer, cache in zip(plan.layers, caches_of(kv), strict=True)]
         self._layers = (_Layer * len(layers))(*layers)
-        self._vocabulary: int = plan.head.out_features  # type: ignore[assignment]
+        head = self._linears([plan.head])[0]
+        self._vocabulary = head.outputs
         self._model = _Model(
             layers=ctypes.addressof(self._layers),
             final_norm=self._norm(plan.final_norm),
-            head=self._linears([plan.head])[0],
+            head=head,
             num_layers=len(layers),
             hidden=plan.final_norm.weight.shape[0],
             intermediate=layers[0].down.inputs,
@@ -190,36 +197,28 @@ class DecoderStep:
         return linears
 
     def _linear(self, module: nn.Module) -> _Linear:
-        bias = getattr(module, "bias", None)
-        bias_pointer = None if bias is None else self._keep(bias.detach().float().contiguous())
+        kind, bias = kind_of(module), getattr(module, "bias", None)
+        linear = _Linear(kind, 1, bias=None if bias is None else self._keep(bias.detach().float().contiguous()))
         if isinstance(module, nn.Linear):
-            weight = module.weight
-            if weight.dtype not in DENSE or not weight.is_contiguous():
-                raise NotDescribed(f"linears in {weight.dtype}")
-            outputs, inputs = weight.shape
-            return _Linear(
-                DENSE[weight.dtype], 1, self._keep(weight), None, None, bias_pointer, outputs, inputs, inputs
-            )
-        if not isinstance(module, QuantizedLinear) or module.order is not None:
-            raise NotDescribed(f"linears of type {type(module).__name__}")
-        kernel, outputs, inputs = module.kernel, module.out_features, module.in_features
-        padded = -(-inputs // 8) * 8
-        if isinstance(kernel, NativeInt8):
-            pointers = (self._keep(kernel.codes), self._keep(kernel.scale))
-            return _Linear(INT8, 1, *pointers, None, bias_pointer, outputs, inputs, padded, kernel.digit_group)
-        if isinstance(kernel, NativeInt4):
-            kind = INT4_BF16_SCALE if kernel.scale_is_bf16 else INT4_FP32_SCALE
-            zero = None if kernel.zero_point is None else self._keep(kernel.zero_point)
-            pointers = (self._keep(kernel.nibbles), self._keep(kernel.scale))
-            return _Linear(
-                kind, kernel.spread, *pointers, zero, bias_pointer, outputs, inputs, padded, kernel.digit_group
-            )
+            linear.weight = self._keep(module.weight)
+            linear.outputs, linear.inputs = module.weight.shape
+            linear.padded = linear.inputs
+            return linear
+        assert isinstance(module, QuantizedLinear)
+        kernel: Any = module.kernel
+        linear.weight = self._keep(kernel.nibbles if isinstance(kernel, NativeInt4) else kernel.codes)
+        linear.scale = self._keep(kernel.scale)
+        linear.outputs, linear.inputs = module.out_features, module.in_features
+        linear.padded = -(-linear.inputs // 8) * 8
         if isinstance(kernel, NativeDynamicInt8):
-            pointers = (self._keep(kernel.codes), self._keep(kernel.scale))
-            return _Linear(
-                INT8_DYNAMIC, 1, *pointers, self._keep(kernel.sums), bias_pointer, outputs, inputs, -(-inputs // 4) * 4
-            )
-        raise NotDescribed(f"the kernel {kernel.name}")
+            linear.extra = self._keep(kernel.sums)
+            linear.padded = -(-linear.inputs // 4) * 4
+            return linear
+        linear.group = kernel.digit_group
+        if isinstance(kernel, NativeInt4):
+            linear.spread = kernel.spread
+            linear.extra = None if kernel.zero_point is None else self._keep(kernel.zero_point)
+        return linear
 
     def _keep(self, tensor: torch.Tensor) -> int:
         """The tensor's address, which stays good as long as this object lives, wherever a module may move to."""
@@ -242,7 +241,7 @@ def native_step(
         step = DecoderStep(plan, model.get_input_embeddings(), kv)
     except NotDescribed as reason:
         return reason
-    count = min(len(probe.token_ids), kv.blocks.shape[2] * kv.block_size)
+    count = min(len(probe.token_ids), positions, kv.blocks.shape[2] * kv.block_size)
     blocks = torch.arange(-(-count // kv.block_size), dtype=torch.int32)[None]
     lens = torch.tensor([count], dtype=torch.int32)
     context = StepContext(kv, torch.tensor([0, count], dtype=torch.int32), lens, blocks, torch.arange(count))
@@ -253,11 +252,30 @@ def native_step(
     return step if errors.median() <= bound else NotDescribed("its logits are not those of the module tree")
 
 
-def into_huge_pages(plan: DecoderPlan) -> None:
+def kind_of(linear: nn.Module) -> int:
+    """How the step multiplies with a linear. Raises NotDescribed where it has no such case."""
+    # What is derived from nn.Linear, or from its weight's tensor, may compute anything.
+    if type(linear) in (nn.Linear, NativeLinear) and type(weight := linear.weight) in (nn.Parameter, torch.Tensor):
+        assert isinstance(weight, torch.Tensor)
+        if weight.dtype not in DENSE:
+            raise NotDescribed(f"linears in {weight.dtype}")
+        return DENSE[weight.dtype]
+    if not isinstance(linear, QuantizedLinear) or linear.order is not None:
+        raise NotDescribed(f"linears of type {type(linear).__name__}")
+    kernel = linear.kernel
+    if isinstance(kernel, NativeInt8):
+        return INT8
+    if isinstance(kernel, NativeInt4):
+        return INT4_BF16_SCALE if kernel.scale_is_bf16 else INT4_FP32_SCALE
+    if isinstance(kernel, NativeDynamicInt8):
+        return INT8_DYNAMIC
+    raise NotDescribed(f"the kernel {kernel.name}")
+
+
+def into_huge_pages(linears: Sequence[nn.Module]) -> None:
     """Moves the weights into one region of huge pages, in reading order: worth a quarter of the bandwidth. The
     modules keep using them, so nothing is held twice."""
-    modules = [m for layer in plan.layers for m in (*layer.qkv, layer.output, *layer.gate_up, layer.down)] + [plan.head]
-    owners = [module.kernel if isinstance(module, QuantizedLinear) else module for module in modules]
+    owners = [module.kernel if isinstance(module, QuantizedLinear) else module for module in linears]
     tensors = [
         tensor
         for owner in owners

@@ -225,6 +225,19 @@ def test_an_unknown_part_is_named(tiny_model):
         describe(model, probe(model).calls, 64)
 
 
+class Halved(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) / 2
+
+
+def test_a_linear_of_a_class_of_its_own_stays_where_it_is(tiny_model):
+    model = tiny_model("llama")
+    model.lm_head.__class__ = Halved
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert engine_on(model).identity()["steps"] == "module tree: linears of type Halved"
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_norm_is_what_it_does(dtype, tiny_model):
     llama = type(tiny_model("llama").model.norm)(4096, eps=1e-6).to(dtype)
@@ -247,6 +260,22 @@ def test_an_activation_is_recognised_by_all_that_it_does():
         recognised.add(found)
         assert torch.allclose(ACT2FN[name](x), ACTIVATIONS[found](x), atol=1e-5), name
     assert recognised == set(ACTIVATIONS)
+
+
+def test_relu_does_not_swallow_what_is_not_a_number(tiny_model):
+    model = tiny_model("llama", hidden_act="relu")
+    engine = engine_on(model)
+    assert engine.identity()["steps"] == "native"
+    model.model.layers[1].mlp.gate_proj.weight.data[3] = torch.nan
+    [completion] = engine.generate([[1, 2, 3]], PARAMS)
+    assert completion.finish_reason == "error"
+
+
+@pytest.mark.parametrize("options", [{"max_model_len": 3}, {"num_blocks": 1, "block_size": 2}])
+def test_a_context_shorter_than_the_probe(options, tiny_model):
+    engine = engine_on(tiny_model("llama"), **options)
+    assert engine.identity()["steps"] == "native"
+    assert len(engine.generate([[1]], SamplingParams(max_tokens=1))[0].token_ids) == 1
 
 
 def test_two_engines_on_one_model(tiny_model, random_prompts):
