@@ -235,21 +235,23 @@ def bars(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Every promise whose row is there: ours over the best peer of the same cell."""
     results = []
 
-    def judge(promise: str, row: dict[str, Any], what: str, limit: float) -> None:
-        rates = {name: side[what] for name, side in row["sides"].items() if what in side}
+    def judge(promise: str, cell: Cell, what: str, limit: float) -> None:
+        judged = SIDES[cell.precision][0].name
+        rates = {name: side[what] for name, side in rows[cell.name]["sides"].items() if what in side}
         peers = {name: rate for name, rate in rates.items() if not name.startswith("ours")}
-        ours = {name: rate for name, rate in rates.items() if name.startswith("ours") and name != OURS_BF16.name}
-        ours = ours or {name: rate for name, rate in rates.items() if name.startswith("ours")}
-        if not peers or not ours:
+        if not peers or judged not in rates:
             return
         best = max(peers, key=lambda name: peers[name])
-        ratios = {name: round(rate / peers[best], 3) for name, rate in ours.items()}
-        judged, *_ = ratios
+        ratios = {
+            name: round(rate / peers[best], 3)
+            for name, rate in rates.items()
+            if name == judged or (name.startswith("ours") and name != OURS_BF16.name)
+        }
         results.append(
             {
                 "bar": promise,
                 "judged": judged,
-                "tokens_per_second": ours[judged],
+                "tokens_per_second": rates[judged],
                 "best_peer": best,
                 "peer_tokens_per_second": peers[best],
                 "ratio": ratios[judged],
@@ -262,11 +264,11 @@ def bars(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for cell in all_cells():
         if cell.name in rows:
             limit = DECODE_BARS[cell.precision][cell.batch]
-            judge(f"decode: {cell.name}", rows[cell.name], "decode_tokens_per_second", limit)
+            judge(f"decode: {cell.name}", cell, "decode_tokens_per_second", limit)
     for precision in ("bf16", "int8"):
         cell = Cell(precision, 1, 512)
         if cell.name in rows:
-            judge(f"prefill: {cell.name}", rows[cell.name], "prefill_tokens_per_second", PREFILL_BAR)
+            judge(f"prefill: {cell.name}", cell, "prefill_tokens_per_second", PREFILL_BAR)
     for prompt_tokens in PROMPTS:
         cell = Cell("int4", 1, prompt_tokens)
         sides = rows.get(cell.name, {}).get("sides", {})

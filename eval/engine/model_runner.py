@@ -1,8 +1,7 @@
 """Runs the model on a step's flat token batch.
 
 The one idea: everything a step needs lives in persistent arrays with one row per running request (its last token, its
-length, its block table), so that a decode step is built by indexing with rows, without a loop over requests and
-without an allocation that grows with the context.
+length, its block table), so that a decode step is built by indexing with rows, without a loop over requests.
 """
 
 import contextlib
