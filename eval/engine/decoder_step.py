@@ -89,7 +89,8 @@ class _Model(ctypes.Structure):
 
 
 class DecoderStep:
-    """Runs a described decoder. Raises NotDescribed where a linear, a shape or the machine has no native case."""
+    """Runs a described decoder over the cache that it was made for. Raises NotDescribed where a linear, a shape or the
+    machine has no native case. Invariant: it keeps whatever its structs point to."""
 
     def __init__(self, plan: DecoderPlan, embed: nn.Module, kv: KVCache):
         library = load_native(SOURCE) if cpu_is_supported() else None
@@ -101,6 +102,7 @@ class DecoderStep:
         self._run.restype = None
         self._kept: list[torch.Tensor] = []
         self._embed = embed
+        self._kv = kv
         linears = [m for layer in plan.layers for m in (*layer.qkv, layer.output, *layer.gate_up, layer.down)]
         linears.append(plan.head)
         for linear in linears:
@@ -127,6 +129,7 @@ class DecoderStep:
     ) -> torch.Tensor:
         """token_ids and positions int64 [T] and wanted int64 [W] (rows of the batch), to float32 logits
         [W, vocabulary]. Writes the step's keys and values."""
+        assert step.kv is self._kv, "the structs point into another cache"
         logits = torch.empty(len(wanted), self._vocabulary)
         rows = self._embed(token_ids).float().contiguous()
         self._model.num_threads = torch.get_num_threads()
