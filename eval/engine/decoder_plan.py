@@ -85,6 +85,11 @@ class DecoderPlan:
     head: nn.Module
     softcap: float
 
+    @property
+    def linears(self) -> list[nn.Module]:
+        """In the order in which a step reads them."""
+        return [m for one in self.layers for m in (*one.qkv, one.output, *one.gate_up, one.down)] + [self.head]
+
 
 def describe(model: PreTrainedModel, calls: Sequence[LayerCall], positions: int) -> DecoderPlan:
     """The plan of a model whose attention layers asked for `calls`; rotary tables for `positions` positions. Raises
@@ -115,19 +120,12 @@ def describe_layer(
     attention, mlp = part(layer, "self_attn"), part(layer, "mlp")
     only(attention, {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"})
     only(mlp, {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
-    names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    after_attention: Norm | None = None
-    after_mlp: Norm | None = None
-    if hasattr(layer, "pre_feedforward_layernorm"):
-        names = (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        )
-        before_attention, after_attention, before_mlp, after_mlp = (norm_of(part(layer, name)) for name in names)
-    else:
-        before_attention, before_mlp = (norm_of(part(layer, name)) for name in names)
+    # Gemma 2 and 3 norm both sides of attention and MLP, under a name that elsewhere stands for the norm before the MLP.
+    on_both_sides = hasattr(layer, "pre_feedforward_layernorm")
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if on_both_sides:
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    norms = [norm_of(part(layer, name)) for name in names]
     only(layer, {"self_attn", "mlp", *names})
     fused = hasattr(attention, "qkv_proj")
     qkv = [part(attention, name) for name in (("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj"))]
@@ -139,10 +137,10 @@ def describe_layer(
         gate_up=[part(mlp, name) for name in gates],
         down=part(mlp, "down_proj"),
         activation=activation_of(part(mlp, "act_fn" if hasattr(mlp, "act_fn") else "activation_fn")),
-        before_attention=before_attention,
-        after_attention=after_attention,
-        before_mlp=before_mlp,
-        after_mlp=after_mlp,
+        before_attention=norms[0],
+        after_attention=norms[1] if on_both_sides else None,
+        before_mlp=norms[2] if on_both_sides else norms[1],
+        after_mlp=norms[3] if on_both_sides else None,
         query_norm=head_norm(attention, "q_norm", call.head_dim),
         key_norm=head_norm(attention, "k_norm", call.head_dim),
         cos=cos,

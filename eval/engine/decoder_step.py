@@ -103,11 +103,9 @@ class DecoderStep:
         self._kept: list[torch.Tensor] = []
         self._embed = embed
         self._kv = kv
-        linears = [m for layer in plan.layers for m in (*layer.qkv, layer.output, *layer.gate_up, layer.down)]
-        linears.append(plan.head)
-        for linear in linears:
+        for linear in plan.linears:
             kind_of(linear)  # refuses before anything is moved
-        into_huge_pages(linears)
+        into_huge_pages(plan.linears)
         layers = [self._layer(layer, kv, cache) for layer, cache in zip(plan.layers, caches_of(kv), strict=True)]
         self._layers = (_Layer * len(layers))(*layers)
         head = self._linears([plan.head])[0]
