@@ -120,7 +120,7 @@ def describe_layer(
     attention, mlp = part(layer, "self_attn"), part(layer, "mlp")
     only(attention, {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"})
     only(mlp, {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
-    # Gemma 2 and 3 norm both sides of attention and MLP, under a name that elsewhere stands for the norm before the MLP.
+    # Gemma 2 and 3 norm both sides of attention and MLP, one under the name that elsewhere is the norm before the MLP.
     on_both_sides = hasattr(layer, "pre_feedforward_layernorm")
     names = ["input_layernorm", "post_attention_layernorm"]
     if on_both_sides:
