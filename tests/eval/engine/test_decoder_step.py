@@ -1,5 +1,7 @@
 """The whole step in C++ computes what the module tree does; what it cannot describe runs through the module tree."""
 
+import ctypes
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -7,12 +9,13 @@ import torch
 from torch import nn
 from transformers.activations import ACT2CLS, ACT2FN
 
-from eval.engine import Engine, EngineConfig, SamplingParams
+from eval.engine import Engine, EngineConfig, SamplingParams, decoder_step, native_attention
 from eval.engine.decoder_plan import ACTIVATIONS, NotDescribed, activation_of, describe, norm_of
 from eval.engine.decoder_step import DecoderStep
 from eval.engine.probe import probe
 from quantize.kernels.native import library
 from quantize.linear import QuantizedLinear
+from quantize.native_build import native_compiler
 from quantize.scheme import Scheme, quantize_rtn
 
 DESCRIBED = (
@@ -286,6 +289,31 @@ def test_two_engines_on_one_model(tiny_model, random_prompts):
     second = engine_on(model)
     for engine in (first, second):
         assert [c.token_ids for c in engine.generate(prompts, PARAMS)] == [c.token_ids for c in expected]
+
+
+def test_structs_lie_as_they_do_in_cpp(tmp_path):
+    """A field added, moved or widened on one side only would be read from its neighbour."""
+    twins = {
+        "paged::Step": native_attention.Tables,
+        "paged::Shape": native_attention.Shape,
+        "paged::Cache": native_attention.Cache,
+        "step::Linear": decoder_step._Linear,
+        "step::Norm": decoder_step._Norm,
+        "step::Layer": decoder_step._Layer,
+        "step::Model": decoder_step._Model,
+    }
+    lines = [f'#include "{decoder_step.SOURCE}"', "#include <cstddef>"]
+    for name, twin in twins.items():
+        lines.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(twin)});")
+        for field, *_ in twin._fields_:
+            place = getattr(twin, field)
+            lines.append(f"static_assert(offsetof({name}, {field}) == {place.offset});")
+            lines.append(f"static_assert(sizeof({name}::{field}) == {place.size});")
+    source = tmp_path / "layout.cpp"
+    source.write_text("\n".join(lines) + "\n")
+    command = [native_compiler(), "-fsyntax-only", "-std=c++17", "-fopenmp", "-march=native", "-w", str(source)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not found.returncode, found.stderr
 
 
 def test_weights_are_held_once(tiny_model):
