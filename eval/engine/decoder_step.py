@@ -26,8 +26,9 @@ from quantize.linear import QuantizedLinear
 from quantize.native_build import load_native
 
 SOURCE = Path(__file__).parent / "decoder_step.cpp"
-MAX_TOKENS = 1024
-"""Above it the activations of a step, which are float32, take more memory than they are worth."""
+MAX_TOKENS = 2048
+"""Above it the activations of a step, which are float32, take more memory than they are worth. An engine's default
+budget lies within, so that one way computes everything."""
 
 PROVEN_IN_FLOAT32, PROVEN = 1e-3, 0.1
 """How far, in norm, the median token's logits may lie from the module tree's: rounding gives a hundredth of it."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool, root_hash
 from eval.engine.config import EngineConfig
-from eval.engine.decoder_step import DecoderStep, native_step
+from eval.engine.decoder_step import MAX_TOKENS, DecoderStep, native_step
 from eval.engine.draft_model import DraftModel
 from eval.engine.identity import (
     checkpoint_digests,
@@ -285,6 +285,14 @@ class Engine:
 
     # What the engine is
 
+    @property
+    def _steps(self) -> str:
+        if self._runner.native is None:
+            return f"module tree: {self._native_step}"
+        if self.config.max_batched_tokens > MAX_TOKENS:
+            return f"native up to {MAX_TOKENS} tokens, module tree above"
+        return "native"
+
     def identity(self) -> dict[str, Any]:
         """What decides the engine's numbers: two engines of equal identity give equal qualities."""
         numbers = numerics(self.model)
@@ -299,7 +307,7 @@ class Engine:
             "kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "kernels": counts,
             "attention_backend": self._runner.backend.name,
-            "steps": "native" if self._runner.native else f"module tree: {self._native_step}",
+            "steps": self._steps,
             "engine_version": ENGINE_VERSION,
             "block_size": self.config.block_size,
             "max_num_seqs": self.config.max_num_seqs,

@@ -54,7 +54,7 @@ def least_error(weight: torch.Tensor, importance: torch.Tensor, grids: list[Grid
     zero_point = torch.stack(zero_points).float() if zero_points else torch.zeros_like(scale)
     best = torch.empty(scale.shape[1:], dtype=torch.int32)
     count, rows, groups = scale.shape
-    tensors = (weight.contiguous(), importance.float().contiguous(), scale, zero_point)
+    tensors = (weight.float().contiguous(), importance.float().contiguous(), scale, zero_point)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     sizes = [ctypes.c_int64(size) for size in (rows, groups, weight.shape[1] // groups, count)]
     settings = [ctypes.c_int32(number) for number in (scheme.lowest, scheme.highest, power == 3.0)]

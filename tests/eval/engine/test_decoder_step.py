@@ -274,6 +274,10 @@ def test_relu_does_not_swallow_what_is_not_a_number(tiny_model):
     assert completion.finish_reason == "error"
 
 
+def test_steps_beyond_the_native_ones_are_named(tiny_model):
+    assert engine_on(tiny_model("llama"), max_batched_tokens=4096).identity()["steps"].startswith("native up to 2048")
+
+
 @pytest.mark.parametrize("options", [{"max_model_len": 3}, {"num_blocks": 1, "block_size": 2}])
 def test_a_context_shorter_than_the_probe(options, tiny_model):
     engine = engine_on(tiny_model("llama"), **options)

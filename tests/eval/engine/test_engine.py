@@ -269,6 +269,13 @@ def test_attention_that_hides_a_bias_is_refused_by_name(tiny_model, monkeypatch)
         Engine(tiny_model("llama"), None, EngineConfig(num_blocks=10))
 
 
+def test_weights_that_are_not_numbers_are_refused(tiny_model):
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.down_proj.weight.data[0] = torch.nan
+    with pytest.raises(EvalError, match="LlamaForCausalLM: its logits are not numbers"):
+        Engine(model, None, EngineConfig(num_blocks=8))
+
+
 def test_records_have_the_evidence_s_fields(engine):
     engine.generate(["hello", "there"], SamplingParams(max_tokens=3))
     assert " ".join(field.name for field in fields(RequestRecord)) == (
