@@ -11,7 +11,8 @@ from quantize.scheme import QuantizedWeight, Scheme
 
 class QuantizedLinear(nn.Module):
     """Stands where an `nn.Linear` stood. Its kernel owns the weight, in the layout that it multiplies with. `order` [K]
-    says which input each column of the weight multiplies, when they are not in order (GPTQ's act-order)."""
+    says which input each column of the weight multiplies, when they are not in order (GPTQ's act-order). `compute` is
+    "a8" where inputs are rounded to 8 bits, because the scheme says so or because it was asked for, else "a16"."""
 
     order: torch.Tensor | None
 
@@ -22,11 +23,13 @@ class QuantizedLinear(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         order: torch.Tensor | None = None,
+        compute: str = "a16",
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.codes.shape
         self.scheme: Scheme = weight.scheme
-        self.kernel = choose_kernel(weight, device, dtype)
+        self.compute = "a16" if weight.scheme.activations is None and compute == "a16" else "a8"
+        self.kernel = choose_kernel(weight, device, dtype, compute)
         self.bias = bias
         self.register_buffer("order", None if order is None else order.to(device))
 

@@ -56,14 +56,14 @@ def load_model(
 
 
 def numerics(model: PreTrainedModel) -> dict[str, Any]:
-    """How the model computes: `compute` ("a16", or "a8" when a linear quantizes its activations), `dtype`, `kernels`
-    (module name to kernel name, the unquantized linears as "torch-linear"), and `weights_bytes` as held in memory,
-    shared tensors once."""
-    kernels, activations = {}, set()
+    """How the model computes: `compute` ("a16"; "a8" when its quantized linears round their inputs to 8 bits, "a16+a8"
+    when some of them do), `dtype`, `kernels` (module name to kernel name, the unquantized linears as "torch-linear"),
+    and `weights_bytes` as held in memory, shared tensors once."""
+    kernels, computes = {}, set()
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             kernels[name] = str(module.kernel.name)
-            activations.add(module.scheme.activations)
+            computes.add(module.compute)
         elif isinstance(module, nn.Linear):
             kernels[name] = "torch-linear"
     storages = {}
@@ -71,7 +71,7 @@ def numerics(model: PreTrainedModel) -> dict[str, Any]:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return {
-        "compute": "a8" if "int8" in activations else "a16",
+        "compute": "+".join(sorted(computes)) or "a16",
         "dtype": str(model.dtype).removeprefix("torch."),
         "kernels": kernels,
         "weights_bytes": sum(storages.values()),

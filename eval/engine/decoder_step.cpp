@@ -4,7 +4,7 @@
 // threads goes through all layers together. A phase is cut by outputs, tokens or heads, in the same way on every thread,
 // and a barrier of a few hundred nanoseconds stands between phases. The residual stream, norms, rotary, attention and
 // activations are float32; a linear gets its tokens in the form that its weights multiply (float32, bfloat16, two int8
-// digits, or int8 codes where the variant quantizes activations). Plain C interface, called through ctypes.
+// digits, or one or an int8 code where the variant quantizes activations). Plain C interface, called through ctypes.
 
 #include "../../quantize/kernels/cpu/linear.h"
 #include "dense_linear.h"
@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 namespace step {
@@ -24,7 +25,7 @@ enum Kind : int32_t { FP32 = 0, BF16 = 1, INT8 = 2, INT4_BF16_SCALE = 3, INT4_FP
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
 
 struct Linear {
-  int32_t kind, spread;  // spread: groups of digits per group of the weight
+  int32_t kind, digits, spread;  // digits: 1 or 2, else 0; spread: groups of digits per group of the weight
   const void *weight, *scale, *extra;  // extra: zero points, or the sums of the weights (INT8_DYNAMIC)
   const float* bias;                   // [outputs] or null
   int64_t outputs, inputs, padded, group;
@@ -72,32 +73,45 @@ class Barrier {
   alignas(64) std::atomic<unsigned> generation{0};
 };
 
+enum Form { AS_FP32, AS_BF16, AS_ONE_DIGIT, AS_TWO_DIGITS, AS_CODES, NUM_FORMS };
+
+inline Form form_of(const Linear& l) {
+  if (l.digits != 0) return l.digits == 1 ? AS_ONE_DIGIT : AS_TWO_DIGITS;
+  return l.kind == FP32 ? AS_FP32 : l.kind == BF16 ? AS_BF16 : AS_CODES;
+}
+
 // A layer's tokens in every form that the linears after this point multiply.
 struct Forms {
-  bool is_needed[4] = {};  // fp32, bf16, digits, codes
+  bool is_needed[NUM_FORMS] = {};
   float* fp32;
   uint16_t* bf16;
-  linear::Digits digits;
+  linear::Digits<1> one;
+  linear::Digits<2> two;
   linear::Codes codes;
 
   // Those of the tokens from `token` on, as the inputs of `l`.
   Forms from(int64_t token, const Linear& l) const {
     Forms f = *this;
     f.fp32 += token * l.inputs, f.bf16 += token * l.inputs;
-    f.digits.high += token * l.padded, f.digits.low += token * l.padded;
-    if (f.is_needed[2]) f.digits.scale += token * digits.groups(), f.digits.sums += token * digits.groups();
+    if (is_needed[AS_ONE_DIGIT]) f.one = one.from(token);
+    if (is_needed[AS_TWO_DIGITS]) f.two = two.from(token);
     f.codes.codes += token * l.padded, f.codes.scale += token;
     return f;
+  }
+
+  // How many inputs a thread takes at least, so that it has all of what shares a scale.
+  int64_t part() const {
+    return std::lcm(is_needed[AS_ONE_DIGIT] ? one.group : 8, is_needed[AS_TWO_DIGITS] ? two.group : 64);
   }
 };
 
 // The memory behind forms: one set serves every layer, because a barrier stands between one's use and the next. What is
 // wider has a set of its own (Scratch), so that a core writes the same lines at every layer.
 struct FormMemory {
-  std::vector<float> fp32, digit_scales, code_scales;
+  std::vector<float> fp32, code_scales;
   std::vector<uint16_t> bf16;
-  std::vector<int8_t> digits;
-  std::vector<int32_t> digit_sums;
+  linear::DigitMemory<1> one;
+  linear::DigitMemory<2> two;
   std::vector<uint8_t> codes;
 
   template <typename T>
@@ -109,10 +123,8 @@ struct FormMemory {
     if (l.kind == FP32) grow(fp32, tokens * l.inputs);
     if (l.kind == BF16) grow(bf16, tokens * l.inputs);
     if (l.kind == INT8_DYNAMIC) grow(codes, tokens * l.padded), grow(code_scales, tokens);
-    if (l.kind >= INT8 && l.kind < INT8_DYNAMIC) {
-      const int64_t groups = (l.padded + l.group - 1) / l.group;
-      grow(digits, 2 * tokens * l.padded), grow(digit_scales, tokens * groups), grow(digit_sums, tokens * groups);
-    }
+    if (l.digits == 1) one.rows(tokens, l.padded, l.group);
+    if (l.digits == 2) two.rows(tokens, l.padded, l.group);
   }
 
   Forms forms(const Linear* linears, int count, int64_t tokens) {
@@ -120,11 +132,10 @@ struct FormMemory {
     f.fp32 = fp32.data();
     f.bf16 = bf16.data();
     for (const Linear* l = linears; l < linears + count; l++) {
-      f.is_needed[l->kind < INT8 ? l->kind : l->kind < INT8_DYNAMIC ? 2 : 3] = true;
+      f.is_needed[form_of(*l)] = true;
       if (l->kind == INT8_DYNAMIC) f.codes = {codes.data(), code_scales.data(), l->padded};
-      if (l->kind >= INT8 && l->kind < INT8_DYNAMIC)
-        f.digits = {digits.data(), digits.data() + tokens * l->padded, digit_scales.data(), digit_sums.data(), l->padded,
-                    l->group};
+      if (l->digits == 1) f.one = one.rows(tokens, l->padded, l->group);
+      if (l->digits == 2) f.two = two.rows(tokens, l->padded, l->group);
     }
     return f;
   }
@@ -143,17 +154,18 @@ struct Work {  // of one thread in its team
 };
 
 inline void convert(const float* row, int64_t token, int64_t inputs, int64_t from, int64_t to, const Forms& forms) {
-  if (forms.is_needed[0]) memcpy(forms.fp32 + token * inputs + from, row + from, (to - from) * sizeof(float));
-  if (forms.is_needed[1]) {
+  if (forms.is_needed[AS_FP32]) memcpy(forms.fp32 + token * inputs + from, row + from, (to - from) * sizeof(float));
+  if (forms.is_needed[AS_BF16]) {
     uint16_t* out = forms.bf16 + token * inputs;
     for (int64_t k = from; k < to; k += 16) linear::store(out + k, linear::first_lanes(to - k),
                                                           linear::load(row + k, linear::first_lanes(to - k)));
   }
-  if (forms.is_needed[2]) {
-    const int64_t group = forms.digits.group;
-    linear::to_digits(row, inputs, forms.digits, token, from / group, (to + group - 1) / group);
-  }
-  if (forms.is_needed[3]) linear::to_codes(row, inputs, forms.codes, token);
+  const auto to_digits = [&](const auto& digits) {
+    linear::to_digits(row, inputs, digits, token, from / digits.group, (to + digits.group - 1) / digits.group);
+  };
+  if (forms.is_needed[AS_ONE_DIGIT]) to_digits(forms.one);
+  if (forms.is_needed[AS_TWO_DIGITS]) to_digits(forms.two);
+  if (forms.is_needed[AS_CODES]) linear::to_codes(row, inputs, forms.codes, token);
 }
 
 // Calls fill(token, row, from, to), which makes at least [from, to) of a token's inputs, and turns them into the forms.
@@ -162,13 +174,13 @@ template <typename Fill>
 inline void prepare(Work& work, int64_t tokens, int64_t inputs, const Forms& forms, const Fill& fill) {
   if ((int64_t)work.row.size() < inputs + 16) work.row.resize(inputs + 16);
   float* row = work.row.data();
-  if (tokens >= work.threads || forms.is_needed[3]) {
+  if (tokens >= work.threads || forms.is_needed[AS_CODES]) {
     for (int64_t t = work.begin(tokens); t < work.end(tokens); t++) {
       fill(t, row, 0, inputs);
       convert(row, t, inputs, 0, inputs, forms);
     }
   } else {
-    const int64_t part = forms.is_needed[2] ? forms.digits.group : 64, parts = (inputs + part - 1) / part;
+    const int64_t part = forms.part(), parts = (inputs + part - 1) / part;
     const int64_t from = work.begin(parts) * part, to = std::min(inputs, work.end(parts) * part);
     for (int64_t t = 0; t < tokens && from < to; t++) {
       fill(t, row, from, to);
@@ -197,6 +209,12 @@ inline void multiply(const Linear& l, const Forms& forms, int64_t tokens, int64_
                      int64_t stride) {
   const linear::Out<float> rows{out, stride, l.outputs};
   const int64_t first = begin * linear::LANES, last = std::min(l.outputs, end * linear::LANES);
+  const auto meet_digits = [&](const auto& kernel) {
+    if (l.digits == 1)
+      linear::some_blocks(kernel, forms.one, tokens, begin, end, rows);
+    else
+      linear::some_blocks(kernel, forms.two, tokens, begin, end, rows);
+  };
   switch (l.kind) {
     case FP32:
       dense::some_outputs(dense::Problem<dense::Fp32, float>{forms.fp32, (const float*)l.weight, out, l.inputs,
@@ -207,17 +225,14 @@ inline void multiply(const Linear& l, const Forms& forms, int64_t tokens, int64_
                                                              l.inputs, stride}, tokens, first, last);
       break;
     case INT8:
-      linear::some_blocks(linear::Int8{(const uint8_t*)l.weight, (const float*)l.scale}, forms.digits, tokens, begin,
-                          end, rows);
+      meet_digits(linear::Int8{(const uint8_t*)l.weight, (const float*)l.scale});
       break;
     case INT4_BF16_SCALE:
-      linear::some_blocks(linear::Int4<uint16_t>{(const uint8_t*)l.weight, (const uint16_t*)l.scale,
-                                                 (const int8_t*)l.extra, l.spread}, forms.digits, tokens, begin, end,
-                          rows);
+      meet_digits(linear::Int4<uint16_t>{(const uint8_t*)l.weight, (const uint16_t*)l.scale, (const int8_t*)l.extra,
+                                         l.spread});
       break;
     case INT4_FP32_SCALE:
-      linear::some_blocks(linear::Int4<float>{(const uint8_t*)l.weight, (const float*)l.scale, (const int8_t*)l.extra,
-                                              l.spread}, forms.digits, tokens, begin, end, rows);
+      meet_digits(linear::Int4<float>{(const uint8_t*)l.weight, (const float*)l.scale, (const int8_t*)l.extra, l.spread});
       break;
     default:
       linear::some_blocks(linear::DynamicInt8{(const int8_t*)l.weight, (const float*)l.scale, (const int32_t*)l.extra},

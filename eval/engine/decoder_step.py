@@ -21,7 +21,7 @@ from eval.engine.kv_cache import KVCache
 from eval.engine.native_attention import DTYPES, KV_DTYPES, Cache, NativeAttention, Shape, caches_of, tables_of
 from eval.engine.native_linear import NativeLinear
 from eval.engine.probe import Probe
-from quantize.kernels.native import NativeDynamicInt8, NativeInt4, NativeInt8, cpu_is_supported
+from quantize.kernels.native import DIGITS, NativeDynamicInt8, NativeInt4, NativeInt8, cpu_is_supported
 from quantize.linear import QuantizedLinear
 from quantize.native_build import load_native
 
@@ -40,6 +40,7 @@ DENSE = {torch.float32: FP32, torch.bfloat16: BF16}
 class _Linear(ctypes.Structure):
     _fields_ = (
         ("kind", ctypes.c_int32),
+        ("digits", ctypes.c_int32),
         ("spread", ctypes.c_int32),
         ("weight", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
@@ -185,22 +186,15 @@ class DecoderStep:
         return _Norm(None, 0.0) if norm is None else _Norm(self._keep(norm.weight), norm.eps)
 
     def _linears(self, modules: Sequence[nn.Module]) -> list[_Linear]:
-        """Linears with one input; those that take it in digits take the same ones."""
+        """Linears with one input; those that take it in as many digits take the same ones."""
         linears = [self._linear(module) for module in modules]
-        groups = {one.group for one in linears if one.kind in (INT4_BF16_SCALE, INT4_FP32_SCALE)}
-        for one in linears:
-            if one.kind == INT8 and groups:
-                one.group = min(groups)
-            elif groups and one.group:
-                one.spread *= one.group // min(groups)
-                if one.group % min(groups):
-                    raise NotDescribed("4-bit groups that do not divide each other")
-                one.group = min(groups)
+        for digits in DIGITS.values():
+            _share_digits([one for one in linears if one.digits == digits])
         return linears
 
     def _linear(self, module: nn.Module) -> _Linear:
         kind, bias = kind_of(module), getattr(module, "bias", None)
-        linear = _Linear(kind, 1, bias=None if bias is None else self._keep(bias.detach().float().contiguous()))
+        linear = _Linear(kind, spread=1, bias=None if bias is None else self._keep(bias.detach().float().contiguous()))
         if isinstance(module, nn.Linear):
             linear.weight = self._keep(module.weight)
             linear.outputs, linear.inputs = module.weight.shape
@@ -216,7 +210,7 @@ class DecoderStep:
             linear.extra = self._keep(kernel.sums)
             linear.padded = -(-linear.inputs // 4) * 4
             return linear
-        linear.group = kernel.digit_group
+        linear.digits, linear.group = kernel.digits, kernel.digit_group
         if isinstance(kernel, NativeInt4):
             linear.spread = kernel.spread
             linear.extra = None if kernel.zero_point is None else self._keep(kernel.zero_point)
@@ -227,6 +221,18 @@ class DecoderStep:
         tensor = tensor.detach()
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def _share_digits(linears: Sequence[_Linear]) -> None:
+    """Gives linears that take one input in digits the group of the finest 4-bit one. int8 weights go with any; one
+    digit's groups only get finer by it, because they divide the inputs as evenly as any (see `digit_group`)."""
+    groups = [one.group for one in linears if one.kind != INT8]
+    for one in linears if groups else ():
+        if one.kind != INT8:
+            if one.group % min(groups):
+                raise NotDescribed("4-bit groups that do not divide each other")
+            one.spread *= one.group // min(groups)
+        one.group = min(groups)
 
 
 def native_step(

@@ -11,26 +11,29 @@ from torch import nn
 from quantize.kernels.builtin import BuiltinInt4, BuiltinInt8
 from quantize.kernels.dequantized import Dequantized
 from quantize.kernels.dynamic_int8 import DynamicInt8, cpu_multiplies_int8_exactly
-from quantize.kernels.native import NativeDynamicInt8, NativeInt4, NativeInt8, library
+from quantize.kernels.native import DIGITS, NativeDynamicInt8, NativeInt4, NativeInt8, library
 from quantize.scheme import QuantizedWeight
 
 
-def choose_kernel(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def choose_kernel(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype, compute: str = "a16") -> nn.Module:
     """A module that owns the weight, on `device`. float32 always dequantizes, which is the reference itself, except
-    that int8 activations meet int8 weights in every dtype, since their product is exact."""
+    that int8 activations meet int8 weights in every dtype, since their product is exact. `compute`: "a8" rounds the
+    inputs of a weight whose scheme does not say how."""
+    if weight.scheme.activations is not None:
+        compute = "a16"  # it says how
     kernel = None
     if device.type == "cpu":
-        kernel = _on_cpu(weight, dtype)
-    elif device.type == "cuda" and runs_triton(device):
+        kernel = _on_cpu(weight, dtype, compute)
+    elif device.type == "cuda" and runs_triton(device) and compute == "a16":
         kernel = in_triton(weight, dtype)
     if kernel is None and DynamicInt8.supports(weight.scheme):
         kernel = DynamicInt8(weight, integer_product=device.type == "cpu" and cpu_multiplies_int8_exactly())
-    return (kernel or Dequantized(weight)).to(device)
+    return (kernel or Dequantized(weight, compute)).to(device)
 
 
-def _on_cpu(weight: QuantizedWeight, dtype: torch.dtype) -> nn.Module | None:
+def _on_cpu(weight: QuantizedWeight, dtype: torch.dtype, compute: str) -> nn.Module | None:
     """Ours where they can be built, else torch's, which want bf16 and scales that bf16 holds (with other activations
-    they are 10 to 70 times slower)."""
+    they are 10 to 70 times slower), and round no inputs."""
     outputs, inputs = weight.codes.shape
     scheme = weight.scheme
     native = library() is not None
@@ -39,10 +42,10 @@ def _on_cpu(weight: QuantizedWeight, dtype: torch.dtype) -> nn.Module | None:
     if dtype != torch.bfloat16:
         return None
     if native and NativeInt8.supports(scheme, inputs):
-        return NativeInt8(weight)
+        return NativeInt8(weight, DIGITS[compute])
     if native and NativeInt4.supports(scheme, inputs):
-        return NativeInt4(weight)
-    if weight.scale.dtype != torch.bfloat16:
+        return NativeInt4(weight, DIGITS[compute])
+    if weight.scale.dtype != torch.bfloat16 or compute == "a8":
         return None
     if BuiltinInt8.supports(scheme, outputs, inputs):
         return BuiltinInt8(weight)

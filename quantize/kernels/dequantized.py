@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quantize.kernels.reference import quantize_tokens
+from quantize.kernels.reference import rounded_inputs
 from quantize.scheme import QuantizedWeight
 
 
@@ -41,14 +41,14 @@ def unpack_halves(packed: torch.Tensor) -> torch.Tensor:
 class Dequantized(nn.Module):
     """Codes of up to 4 bits are kept two per byte, others one."""
 
-    name = "dequantize"
     codes: torch.Tensor
     scale: torch.Tensor
     zero_point: torch.Tensor | None
 
-    def __init__(self, weight: QuantizedWeight) -> None:
+    def __init__(self, weight: QuantizedWeight, compute: str = "a16") -> None:
         super().__init__()
-        self.quantizes_tokens = weight.scheme.activations == "int8"
+        self.name = "dequantize" if compute == "a16" else f"dequantize-{compute}"
+        self.scheme, self.compute = weight.scheme, compute
         self.packed = weight.scheme.bits <= 4 and weight.codes.shape[1] % 2 == 0
         self.register_buffer("codes", pack_halves(weight.codes) if self.packed else weight.codes)
         self.register_buffer("scale", weight.scale)
@@ -59,7 +59,4 @@ class Dequantized(nn.Module):
         return grouped_weight(codes, self.scale, self.zero_point, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.quantizes_tokens:
-            codes, scale = quantize_tokens(x)
-            x = (codes.float() * scale).to(x.dtype)
-        return functional.linear(x, self.weight(x.dtype))
+        return functional.linear(rounded_inputs(x, self.scheme, self.compute), self.weight(x.dtype))

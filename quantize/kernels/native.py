@@ -13,13 +13,16 @@ import torch
 from torch import nn
 
 from quantize.kernels.custom_op import traceable
+from quantize.kernels.reference import digit_group
 from quantize.native_build import load_native
 from quantize.scheme import PER_CHANNEL, QuantizedWeight, Scheme
 
 SOURCE = Path(__file__).with_name("cpu") / "linear.cpp"
 LANES = 16
-LARGEST_DIGIT_GROUP = 128
-"""Above it a group's sum of products may leave int32 (see linear.h)."""
+DIGITS = {"a16": 2, "a8": 1}
+"""How many int8 digits an input of weight-only kernels becomes, by compute mode."""
+LARGEST_GROUP_OF_TWO = 128
+"""Above it a group's sum of products of two digits may leave int32 (see linear.h)."""
 
 
 def cpu_is_supported() -> bool:
@@ -65,8 +68,10 @@ def _empty(x: torch.Tensor, outputs: int, *_: torch.Tensor | int | None) -> torc
 
 
 @traceable("native_int8", _empty)
-def _int8(x: torch.Tensor, outputs: int, codes: torch.Tensor, scale: torch.Tensor, digit_group: int) -> torch.Tensor:
-    return _run("quantgate_int8", x, outputs, codes, scale, digit_group)
+def _int8(
+    x: torch.Tensor, outputs: int, codes: torch.Tensor, scale: torch.Tensor, digits: int, digit_group: int
+) -> torch.Tensor:
+    return _run("quantgate_int8", x, outputs, codes, scale, digits, digit_group)
 
 
 @traceable("native_int4", _empty)
@@ -77,10 +82,11 @@ def _int4(
     scale: torch.Tensor,
     scale_is_bf16: int,
     zero_point: torch.Tensor | None,
+    digits: int,
     digit_group: int,
     spread: int,
 ) -> torch.Tensor:
-    return _run("quantgate_int4", x, outputs, nibbles, scale, scale_is_bf16, zero_point, digit_group, spread)
+    return _run("quantgate_int4", x, outputs, nibbles, scale, scale_is_bf16, zero_point, digits, digit_group, spread)
 
 
 @traceable("native_dynamic_int8", _empty)
@@ -100,48 +106,52 @@ class _Native(nn.Module):
     sums: torch.Tensor
 
 
-def digit_group(width: int) -> int:
-    """How many inputs share the scale of a token's digits: as many as the sums allow, in whole parts of `width`."""
-    return max((size for size in range(8, LARGEST_DIGIT_GROUP + 1, 8) if width % size == 0), default=0)
+def group_of_two(width: int) -> int:
+    """How many inputs share the scale of their two digits: as many as the sums allow, in whole parts of `width`."""
+    return max((size for size in range(8, LARGEST_GROUP_OF_TWO + 1, 8) if width % size == 0), default=0)
+
+
+def _named(name: str, digits: int) -> str:
+    return name if digits == 2 else f"{name}-a8"
 
 
 class NativeInt8(_Native):
-    """bf16 activations in two digits, symmetric int8 per output channel: exact sums per group of inputs, float32 above
-    them. What rounding there is, is that of a token to a 65278th of its group's largest input."""
-
-    name = "native-int8"
-    digit_group = 64
+    """bf16 activations in digits, symmetric int8 per output channel: exact sums per group of inputs, float32 above
+    them. What rounding there is, is that of a token: with two digits to a 65278th of its group's largest input, with
+    one digit (a8) to a 254th, as `quantize_groups` does."""
 
     @staticmethod
     def supports(scheme: Scheme, inputs: int) -> bool:
         return scheme == Scheme(8, PER_CHANNEL, symmetric=True, activations=None)
 
-    def __init__(self, weight: QuantizedWeight) -> None:
+    def __init__(self, weight: QuantizedWeight, digits: int = 2) -> None:
         super().__init__()
+        self.name, self.digits = _named("native-int8", digits), digits
         self.outputs, inputs = weight.codes.shape
+        self.digit_group = 64 if digits == 2 else digit_group(weight.scheme, inputs)
         codes = nn.functional.pad(weight.codes, (0, -inputs % 8))
         self.register_buffer("codes", interleave((codes.view(torch.uint8) ^ 128), 4))
         self.register_buffer("scale", by_lanes(weight.scale.float()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _int8(x, self.outputs, self.codes, self.scale, self.digit_group)
+        out: torch.Tensor = _int8(x, self.outputs, self.codes, self.scale, self.digits, self.digit_group)
         return out
 
 
 class NativeInt4(_Native):
-    """bf16 activations in two digits, codes of up to 4 bits with or without zero points: exact sums per group."""
-
-    name = "native-int4"
+    """bf16 activations in digits (see NativeInt8), codes of up to 4 bits with or without zero points: exact sums per
+    group."""
 
     @staticmethod
     def supports(scheme: Scheme, inputs: int) -> bool:
-        return scheme.bits <= 4 and scheme.activations is None and digit_group(scheme.group_width(inputs)) > 0
+        return scheme.bits <= 4 and scheme.activations is None and group_of_two(scheme.group_width(inputs)) > 0
 
-    def __init__(self, weight: QuantizedWeight) -> None:
+    def __init__(self, weight: QuantizedWeight, digits: int = 2) -> None:
         super().__init__()
+        self.name, self.digits = _named("native-int4", digits), digits
         self.outputs, inputs = weight.codes.shape
         width = weight.scheme.group_width(inputs)
-        self.digit_group = digit_group(width)
+        self.digit_group = group_of_two(width) if digits == 2 else digit_group(weight.scheme, inputs)
         self.spread = width // self.digit_group
         lanes = interleave((weight.codes + 8).view(torch.uint8), 8)
         self.register_buffer("nibbles", lanes[..., :4] | (lanes[..., 4:] << 4))
@@ -150,8 +160,10 @@ class NativeInt4(_Native):
         self.register_buffer("zero_point", None if weight.zero_point is None else by_lanes(weight.zero_point))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        arguments = (self.nibbles, self.scale, self.scale_is_bf16, self.zero_point, self.digit_group, self.spread)
-        out: torch.Tensor = _int4(x, self.outputs, *arguments)
+        digits = (self.digits, self.digit_group, self.spread)
+        out: torch.Tensor = _int4(
+            x, self.outputs, self.nibbles, self.scale, self.scale_is_bf16, self.zero_point, *digits
+        )
         return out
 
 

@@ -11,7 +11,7 @@ from quantize.kernels.choose import choose_kernel
 from quantize.kernels.dequantized import Dequantized, pack_halves, unpack_halves
 from quantize.kernels.dynamic_int8 import DynamicInt8, cpu_multiplies_int8_exactly, exact_product
 from quantize.kernels.native import library
-from quantize.kernels.reference import quantize_tokens, reference_linear
+from quantize.kernels.reference import quantize_tokens, reference_linear, rounded_inputs
 from quantize.linear import QuantizedLinear
 from quantize.scheme import QuantizedWeight, Scheme, dequantize, quantize_rtn
 
@@ -192,6 +192,46 @@ def test_a_weight_that_torch_s_kernel_would_misread_is_dequantized():
 )
 def test_the_chosen_native_kernel(scheme, dtype, kernel):
     assert choose_kernel(random_weight(scheme), CPU, dtype).name == kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "inputs"),
+    [
+        (Scheme(8), 90),
+        (Scheme(4, 64, False), 192),
+        (Scheme(4, 48), 96),
+        (Scheme(3, -1), 40),
+        (Scheme(6, 64), 192),
+        (Scheme(4, 12), 96),
+    ],
+    ids=str,
+)
+def test_under_a8_every_kernel_rounds_the_inputs_as_the_reference_does(scheme, inputs, dtype, monkeypatch):
+    weight = random_weight(scheme, 37, inputs)
+    x = (torch.randn(5, inputs) * torch.logspace(-2, 2, 5)[:, None]).to(dtype)
+    reference = reference_linear(x.double(), weight, "a8")
+    assert not torch.equal(reference, exact(x, weight))
+    rounding = BF16 if dtype == torch.bfloat16 else FP32
+    digits = rounded_inputs(x.double(), scheme, "a8")
+    # Nothing is rounded twice but what the kernel without native code keeps in the dtype: inputs, weights and result.
+    bound = digits.abs() @ dequantized64(weight).abs().T * (2 * rounding + inputs * FP32) * 1.01
+    bound += reference.abs() * rounding + 1e-30
+    kernels = [choose_kernel(weight, CPU, dtype, "a8")]
+    monkeypatch.setattr(choose, "library", lambda: None)
+    kernels.append(choose_kernel(weight, CPU, dtype, "a8"))
+    for kernel in kernels:
+        assert kernel.name.endswith("-a8")
+        assert ((kernel(x).double() - reference).abs() <= bound).all()
+
+
+def test_int8_activations_of_the_scheme_are_a8_already():
+    weight = random_weight(Scheme(8, activations="int8"))
+    x = torch.randn(5, 192).bfloat16()
+    kernels = [choose_kernel(weight, CPU, torch.bfloat16, compute) for compute in ("a16", "a8")]
+    assert kernels[0].name == kernels[1].name
+    assert torch.equal(kernels[0](x), kernels[1](x))
+    assert QuantizedLinear(weight, None, CPU, torch.bfloat16).compute == "a8"
 
 
 @pytest.mark.usefixtures("only_torch")

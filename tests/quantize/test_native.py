@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quantize.kernels import native
 from quantize.kernels.native import NativeDynamicInt8, NativeInt4, NativeInt8, by_lanes, interleave
-from quantize.kernels.reference import quantize_tokens, reference_linear
+from quantize.kernels.reference import quantize_groups, quantize_tokens, reference_linear
 from quantize.native_build import load_native
 from quantize.scheme import QuantizedWeight, Scheme, dequantize, quantize_rtn
 
@@ -37,17 +37,17 @@ def random_weight(scheme: Scheme, outputs: int, inputs: int, dtype=torch.bfloat1
 
 
 def assert_within_digits(kernel, x: torch.Tensor, weight: QuantizedWeight) -> None:
-    """A token's input is off by half a step of its digits, which is its group's largest input over 32639 (and a little
-    for the float32 division that finds the digits); products and sums within a group are exact, the groups' sums are
-    float32, and the result is rounded to bf16."""
-    exact = reference_linear(x.double(), weight)
+    """A token's input is off by half a step of its two digits, which is its group's largest input over 32639 (and a
+    little for the float32 division that finds the digits); products and sums within a group are exact, the groups' sums
+    are float32, and the result is rounded to bf16. One digit is off by nothing: it is the reference's own."""
+    exact = reference_linear(x.double(), weight, "a16" if kernel.digits == 2 else "a8")
     inputs = x.shape[1]
     scale = weight.scale.double().repeat_interleave(inputs // weight.scale.shape[1], dim=1)
     zero = torch.zeros(()) if weight.zero_point is None else weight.zero_point.double()
     values = (weight.codes.double() - zero.repeat_interleave(inputs // zero.shape[1], 1)) if zero.ndim else weight.codes
     padded = torch.nn.functional.pad(x.double().abs(), (0, -inputs % kernel.digit_group))
     largest = padded.view(len(x), -1, kernel.digit_group).amax(dim=2).repeat_interleave(kernel.digit_group, 1)
-    step = largest[:, :inputs] / 32639
+    step = largest[:, :inputs] / 32639 if kernel.digits == 2 else torch.zeros(len(x), inputs, dtype=torch.float64)
     magnitude = (values.double().abs() * scale).T
     allowed = 0.51 * step @ magnitude + x.double().abs() @ magnitude * (inputs + 4) * FP32
     assert ((kernel(x).double() - exact).abs() <= allowed * (1 + BF16) + exact.abs() * BF16 + 1e-30).all()
@@ -55,10 +55,11 @@ def assert_within_digits(kernel, x: torch.Tensor, weight: QuantizedWeight) -> No
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, 11, 33])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 96), (80, 576), (37, 34), (5, 2)])
-def test_int8(tokens, outputs, inputs):
+@pytest.mark.parametrize("digits", [1, 2])
+def test_int8(tokens, outputs, inputs, digits):
     weight = random_weight(Scheme(8), outputs, inputs)
     assert NativeInt8.supports(weight.scheme, inputs)
-    assert_within_digits(NativeInt8(weight), torch.randn(tokens, inputs).bfloat16(), weight)
+    assert_within_digits(NativeInt8(weight, digits), torch.randn(tokens, inputs).bfloat16(), weight)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, 11, 33])
@@ -77,10 +78,38 @@ def test_int8(tokens, outputs, inputs):
     ids=str,
 )
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-def test_int4(tokens, scheme, outputs, inputs, scale_dtype):
+@pytest.mark.parametrize("digits", [1, 2])
+def test_int4(tokens, scheme, outputs, inputs, scale_dtype, digits):
     weight = random_weight(scheme, outputs, inputs, scale_dtype)
     assert NativeInt4.supports(scheme, inputs)
-    assert_within_digits(NativeInt4(weight), torch.randn(tokens, inputs).bfloat16(), weight)
+    assert_within_digits(NativeInt4(weight, digits), torch.randn(tokens, inputs).bfloat16(), weight)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    inputs=st.integers(1, 100),
+    group=st.sampled_from([8, 24, 32]),
+    seed=st.integers(0, 99),
+    exponent=st.integers(-30, 30),
+)
+def test_one_digit_is_off_by_half_a_step_of_its_group(inputs, group, seed, exponent):
+    x = (torch.randn(3, inputs, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent).bfloat16()
+    x[1] = 0
+    digits, scale = quantize_groups(x, group)
+    assert scale.shape == (3, -(-inputs // group))
+    for k in range(0, inputs, group):
+        of_group = x[:, k : k + group].double()
+        largest = of_group.abs().amax(dim=1, keepdim=True)
+        rounded = digits[:, k : k + group].double() * scale[:, k // group : k // group + 1].double()
+        assert ((of_group - rounded).abs() <= largest / 254 * (1 + 512 * FP32)).all()
+
+
+def test_the_largest_input_of_a_group_stands_for_itself():
+    """What makes one digit coarse for its neighbours keeps it exact, wherever it stands and whatever its sign."""
+    x = torch.tensor([[0.0, -8.0, 3.0, 5.0]]).bfloat16()
+    digits, scale = quantize_groups(x, 2)
+    assert digits.tolist() == [[0, -127, 76, 127]]  # 3 * 127 / 5 = 76.2
+    assert torch.equal(scale, torch.tensor([[8.0, 5.0]]) / 127)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 9, 33])
@@ -102,6 +131,8 @@ def test_a_token_does_not_depend_on_its_neighbours():
     for kernel in (
         NativeInt8(random_weight(Scheme(8), 80, 192)),
         NativeInt4(random_weight(Scheme(4, 64, False), 80, 192)),
+        NativeInt8(random_weight(Scheme(8), 80, 192), digits=1),
+        NativeInt4(random_weight(Scheme(4, 64, False), 80, 192), digits=1),
         NativeDynamicInt8(random_weight(Scheme(8, activations="int8"), 80, 192)),
     ):
         together = kernel(x)
@@ -115,6 +146,8 @@ def test_what_is_not_finite_stays_visible_wherever_it_stands(value):
         NativeInt8(random_weight(Scheme(8), 37, 90)),
         NativeInt4(random_weight(Scheme(4, -1, False), 37, 96)),
         NativeInt4(random_weight(Scheme(4, 24), 37, 96)),
+        NativeInt8(random_weight(Scheme(8), 37, 90), digits=1),
+        NativeInt4(random_weight(Scheme(4, 48), 37, 96), digits=1),
         NativeDynamicInt8(random_weight(Scheme(8, activations="int8"), 37, 90)),
     ):
         for place in (0, 5, 17, 31, 40, 63, 64, 89):
@@ -125,12 +158,13 @@ def test_what_is_not_finite_stays_visible_wherever_it_stands(value):
             assert not found[1].isfinite().any()
 
 
+@pytest.mark.parametrize("digits", [1, 2])
 @pytest.mark.parametrize("size", [1e-30, 1e-35, 1e-37, 1e-39])
-def test_the_smallest_inputs_are_zeros_at_worst(size):
+def test_the_smallest_inputs_are_zeros_at_worst(size, digits):
     """The inverse of their digits' scale would not be finite."""
     weight = random_weight(Scheme(8), 37, 90)
     x = (torch.rand(3, 90) * size).bfloat16()
-    error = (NativeInt8(weight)(x).double() - reference_linear(x.double(), weight)).abs()
+    error = (NativeInt8(weight, digits)(x).double() - reference_linear(x.double(), weight)).abs()
     assert (error <= x.double() @ dequantize(weight, torch.float64).abs().T + 1e-40).all()
 
 
@@ -171,6 +205,21 @@ def test_the_kernels_use_torch_s_threads():
     subprocess.run([sys.executable, "-c", SHARED_RUNTIME], check=True)
 
 
+def test_threads_do_not_change_a_bit():
+    before = torch.get_num_threads()
+    x = torch.randn(300, 576).bfloat16()
+    kernels = [NativeInt8(random_weight(Scheme(8), 200, 576), n) for n in (1, 2)]
+    kernels += [NativeInt4(random_weight(Scheme(4, 64, False), 200, 576), n) for n in (1, 2)]
+    try:
+        torch.set_num_threads(1)
+        expected = [kernel(x) for kernel in kernels]
+        for count in (2, 3):
+            torch.set_num_threads(count)
+            assert all(torch.equal(kernel(x), once) for kernel, once in zip(kernels, expected, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("compiler", ["/bin/false", "/nowhere/g++"])
 def test_without_a_compiler_it_is_said_once_and_torch_serves(compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("QUANTGATE_HOME", str(tmp_path))
@@ -183,6 +232,7 @@ def test_without_a_compiler_it_is_said_once_and_torch_serves(compiler, monkeypat
 
     weight = random_weight(Scheme(8), 64, 96)
     assert choose_kernel(weight, torch.device("cpu"), torch.bfloat16).name == "torch-int8"
+    assert choose_kernel(weight, torch.device("cpu"), torch.bfloat16, "a8").name == "dequantize-a8"
     monkeypatch.undo()
     load_native.cache_clear()
 
@@ -200,6 +250,7 @@ def test_torch_compile_sees_one_graph():
     for kernel in (
         NativeInt8(random_weight(Scheme(8), 40, 96)),
         NativeInt4(random_weight(Scheme(4, 32, False), 40, 96)),
+        NativeInt8(random_weight(Scheme(8), 40, 96), digits=1),
         NativeDynamicInt8(random_weight(Scheme(8, activations="int8"), 40, 96)),
     ):
         compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
@@ -214,12 +265,13 @@ def test_the_operators_keep_their_promises_to_torch():
         kernel.scale,
         kernel.scale_is_bf16,
         kernel.zero_point,
+        kernel.digits,
         kernel.digit_group,
         kernel.spread,
     )
     torch.library.opcheck(torch.ops.quantgate.native_int4.default, (x, 40, *arguments))
     kernel = NativeInt8(random_weight(Scheme(8), 40, 96))
-    torch.library.opcheck(torch.ops.quantgate.native_int8.default, (x, 40, kernel.codes, kernel.scale, 64))
+    torch.library.opcheck(torch.ops.quantgate.native_int8.default, (x, 40, kernel.codes, kernel.scale, 2, 64))
     kernel = NativeDynamicInt8(random_weight(Scheme(8, activations="int8"), 40, 96))
     arguments = (x, 40, kernel.codes, kernel.scale, kernel.sums)
     torch.library.opcheck(torch.ops.quantgate.native_dynamic_int8.default, arguments)

@@ -2,8 +2,6 @@
 
 #include "linear.h"
 
-#include <vector>
-
 namespace {
 
 using namespace linear;
@@ -19,23 +17,23 @@ void run(const Kernel& kernel, const X& x, int64_t tokens, int64_t outputs, int6
     some_blocks(kernel, x, tokens, begin, std::min(blocks, begin + PIECE), rows);
 }
 
-// bf16 tokens in two digits, groups of `group` inputs, rows padded to a multiple of 8.
-struct DigitRows {
-  std::vector<int8_t> bytes;
-  std::vector<float> scales;
-  std::vector<int32_t> sums;
-  Digits digits;
-
-  DigitRows(const uint16_t* x, int64_t tokens, int64_t inputs, int64_t group) {
-    const int64_t padded = (inputs + 7) / 8 * 8, groups = (padded + group - 1) / group;
-    bytes.resize(2 * tokens * padded);
-    scales.resize(tokens * groups);
-    sums.resize(tokens * groups);
-    digits = {bytes.data(), bytes.data() + tokens * padded, scales.data(), sums.data(), padded, group};
+// Blocks of `kernel` for bf16 tokens in N digits, groups of `group` inputs, rows padded to a multiple of 8.
+template <int N, typename Kernel>
+void run_digits(const Kernel& kernel, const uint16_t* x, int64_t group, uint16_t* out, int64_t tokens, int64_t outputs,
+                int64_t inputs) {
+  DigitMemory<N> memory;
+  const Digits<N> digits = memory.rows(tokens, (inputs + 7) / 8 * 8, group);
 #pragma omp parallel for schedule(static) if (tokens * inputs > 100000)
-    for (int64_t token = 0; token < tokens; ++token) to_digits(x + token * inputs, inputs, digits, token, 0, groups);
-  }
-};
+  for (int64_t token = 0; token < tokens; ++token)
+    to_digits(x + token * inputs, inputs, digits, token, 0, digits.groups());
+  run(kernel, digits, tokens, outputs, inputs, out);
+}
+
+template <typename Kernel>
+void run_digits(const Kernel& kernel, const uint16_t* x, int64_t digits, int64_t group, uint16_t* out, int64_t tokens,
+                int64_t outputs, int64_t inputs) {
+  (digits == 1 ? run_digits<1, Kernel> : run_digits<2, Kernel>)(kernel, x, group, out, tokens, outputs, inputs);
+}
 
 template <typename Float>
 void dynamic_int8(const Float* x, const int8_t* codes, const float* scale, const int32_t* weight_sums, Float* out,
@@ -53,21 +51,22 @@ void dynamic_int8(const Float* x, const int8_t* codes, const float* scale, const
 
 extern "C" {
 
-void quantgate_int8(const uint16_t* x, const uint8_t* codes, const float* scale, int64_t group, uint16_t* out,
-                    int64_t tokens, int64_t outputs, int64_t inputs) {
-  const DigitRows rows(x, tokens, inputs, group);
-  run(Int8{codes, scale}, rows.digits, tokens, outputs, inputs, out);
+// digits: how many a token's inputs become, 1 or 2, with a scale per `group` of them.
+void quantgate_int8(const uint16_t* x, const uint8_t* codes, const float* scale, int64_t digits, int64_t group,
+                    uint16_t* out, int64_t tokens, int64_t outputs, int64_t inputs) {
+  run_digits(Int8{codes, scale}, x, digits, group, out, tokens, outputs, inputs);
 }
 
 // scale: bf16 or float32; zero_point: null when symmetric. group: of the tokens' digits, `spread` to a weight's group.
 void quantgate_int4(const uint16_t* x, const uint8_t* nibbles, const void* scale, int64_t scale_is_bf16,
-                    const int8_t* zero_point, int64_t group, int64_t spread, uint16_t* out, int64_t tokens,
-                    int64_t outputs, int64_t inputs) {
-  const DigitRows rows(x, tokens, inputs, group);
+                    const int8_t* zero_point, int64_t digits, int64_t group, int64_t spread, uint16_t* out,
+                    int64_t tokens, int64_t outputs, int64_t inputs) {
   if (scale_is_bf16)
-    run(Int4<uint16_t>{nibbles, (const uint16_t*)scale, zero_point, spread}, rows.digits, tokens, outputs, inputs, out);
+    run_digits(Int4<uint16_t>{nibbles, (const uint16_t*)scale, zero_point, spread}, x, digits, group, out, tokens,
+               outputs, inputs);
   else
-    run(Int4<float>{nibbles, (const float*)scale, zero_point, spread}, rows.digits, tokens, outputs, inputs, out);
+    run_digits(Int4<float>{nibbles, (const float*)scale, zero_point, spread}, x, digits, group, out, tokens, outputs,
+               inputs);
 }
 
 void quantgate_dynamic_int8_bf16(const uint16_t* x, const int8_t* codes, const float* scale, const int32_t* weight_sums,

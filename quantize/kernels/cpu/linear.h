@@ -10,6 +10,10 @@
 // q = round(x * 32639 / max |x|) = 256 * high + low with both digits in [-128, 127], so the whole dot product of a group is
 // exact in int32 (for groups of up to 128 inputs: |sum| <= 128 * 32639 * 255 < 2^31) and x is off by at most
 // max |x| / 65278 of its group: a 256th of what rounding the largest value of the group to bf16 costs.
+//
+// Where the variant says so (compute a8) one digit is all there is: q = round(x * 127 / max |x|), half the multiplications,
+// and x is off by half a step, which is at most max |x| / 254 of its group: for the largest value twice what bf16 costs, for
+// one of a tenth of it 20 times.
 
 #pragma once
 
@@ -18,6 +22,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 // Every loop over a tile must be gone before the compiler decides what lives in registers, or it keeps the sums on the
 // stack: half the speed.
@@ -26,7 +31,6 @@
 namespace linear {
 
 constexpr int64_t LANES = 16;
-constexpr float LARGEST_DIGITS = 32639.0f;  // 127 * 256 + 127
 
 inline int64_t blocks_of(int64_t outputs) { return (outputs + LANES - 1) / LANES; }
 
@@ -76,15 +80,55 @@ struct Out {
   }
 };
 
-// Tokens as two digits. Inputs beyond the last are zeros, in the digits and so in every sum.
+// Tokens as whole numbers of N digits, 1 or 2. Inputs beyond the last are zeros, in the digits and so in every sum.
+template <int N>
 struct Digits {
-  int8_t* high;   // [tokens, padded]
-  int8_t* low;    // [tokens, padded]
-  float* scale;   // [tokens, groups]
-  int32_t* sums;  // [tokens, groups], of 256 * high + low
+  static constexpr int LARGEST = N == 1 ? 127 : 127 * 256 + 127;
+  int8_t* digit[N];  // [tokens, padded] each, the higher one first
+  float* scale;      // [tokens, groups]
+  int32_t* sums;     // [tokens, groups], of the whole numbers
   int64_t padded, group;
   int64_t groups() const { return (padded + group - 1) / group; }
+
+  // The rows from `token` on.
+  Digits from(int64_t token) const {
+    Digits later = *this;
+    for (int8_t*& each : later.digit) each += token * padded;
+    later.scale += token * groups(), later.sums += token * groups();
+    return later;
+  }
 };
+
+// The memory behind digits.
+template <int N>
+struct DigitMemory {
+  std::vector<int8_t> bytes;
+  std::vector<float> scales;
+  std::vector<int32_t> sums;
+
+  // Room for `tokens` rows of this shape, and them in it; of an earlier shape nothing is kept.
+  Digits<N> rows(int64_t tokens, int64_t padded, int64_t group) {
+    Digits<N> rows{{}, nullptr, nullptr, padded, group};
+    const auto grown = [](auto& memory, int64_t size) {
+      if ((int64_t)memory.size() < size) memory.resize(size);
+      return memory.data();
+    };
+    int8_t* first = grown(bytes, N * tokens * padded);
+    for (int n = 0; n < N; ++n) rows.digit[n] = first + n * tokens * padded;
+    rows.scale = grown(scales, tokens * rows.groups());
+    rows.sums = grown(sums, tokens * rows.groups());
+    return rows;
+  }
+};
+
+// The sum of products of a whole number, from those of its digits.
+template <int N>
+inline __m512i put_together(const __m512i (&of_digits)[N]) {
+  if constexpr (N == 1)
+    return of_digits[0];
+  else
+    return _mm512_add_epi32(_mm512_slli_epi32(of_digits[0], 8), of_digits[1]);
+}
 
 // The larger of `largest` and |x|, as bits, which are ordered as the floats are, with NaN above infinity: the instruction
 // for floats forgets a NaN when it meets the next number.
@@ -100,11 +144,11 @@ inline float largest_of(__m512i bits) {
 }
 
 // Groups [first, last) of one token x [inputs], written into row `token`.
-template <typename Float>
-inline void to_digits(const Float* x, int64_t inputs, const Digits& digits, int64_t token, int64_t first,
+template <typename Float, int N>
+inline void to_digits(const Float* x, int64_t inputs, const Digits<N>& digits, int64_t token, int64_t first,
                       int64_t last) {
-  int8_t *high = digits.high + token * digits.padded, *low = digits.low + token * digits.padded;
-  const int64_t groups = digits.groups();
+  constexpr int LARGEST = Digits<N>::LARGEST;
+  const int64_t groups = digits.groups(), row = token * digits.padded;
   for (int64_t g = first; g < last; ++g) {
     const int64_t begin = g * digits.group, end = std::min(begin + digits.group, digits.padded);
     __m512i largest = _mm512_setzero_si512();
@@ -113,19 +157,22 @@ inline void to_digits(const Float* x, int64_t inputs, const Digits& digits, int6
       largest = larger_bits(largest, load(x + k, lanes));
     }
     const float most = largest_of(largest);
-    const float scale = most / LARGEST_DIGITS;
+    const float scale = most / LARGEST;
     const float inverse = scale >= 1.17549435e-38f ? 1.0f / scale : 0.0f;  // of less it would overflow
     __m512i sum = _mm512_setzero_si512();
     for (int64_t k = begin; k < end; k += LANES) {
       const __mmask16 lanes = first_lanes(std::max<int64_t>(0, std::min(inputs, end) - k));
       const __mmask16 kept = first_lanes(end - k);
       __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + k, lanes), _mm512_set1_ps(inverse)));
-      q = _mm512_min_epi32(_mm512_max_epi32(q, _mm512_set1_epi32(-32639)), _mm512_set1_epi32(32639));
+      q = _mm512_min_epi32(_mm512_max_epi32(q, _mm512_set1_epi32(-LARGEST)), _mm512_set1_epi32(LARGEST));
       sum = _mm512_add_epi32(sum, q);
-      const __m512i l = _mm512_srai_epi32(_mm512_slli_epi32(q, 24), 24);
-      const __m512i h = _mm512_srai_epi32(_mm512_sub_epi32(q, l), 8);
-      store(low + k, kept, l);
-      store(high + k, kept, h);
+      if constexpr (N == 1) {
+        store(digits.digit[0] + row + k, kept, q);
+      } else {
+        const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(q, 24), 24);
+        store(digits.digit[1] + row + k, kept, low);
+        store(digits.digit[0] + row + k, kept, _mm512_srai_epi32(_mm512_sub_epi32(q, low), 8));
+      }
     }
     // What is not finite must stay visible: 0 * inf and NaN are NaN.
     digits.scale[token * groups + g] = most <= 3.4e38f ? scale : most;
@@ -163,16 +210,17 @@ struct Int8 {
   const uint8_t* codes;  // [blocks][padded / 4][16][4]
   const float* scale;    // [blocks][16]
 
-  template <int T, int B, typename Out>
-  inline void tile(const Digits& x, int64_t token, int64_t block, const Out& out) const {
+  template <int T, int B, int N, typename Out>
+  inline void tile(const Digits<N>& x, int64_t token, int64_t block, const Out& out) const {
     const int64_t steps = x.padded / 4, groups = x.groups();
     __m512 sum[T][B];
     UNROLL for (int t = 0; t < T; ++t)
       UNROLL for (int b = 0; b < B; ++b) sum[t][b] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; ++g) {
-      __m512i high[T][B], low[T][B];
+      __m512i products[T][B][N];
       UNROLL for (int t = 0; t < T; ++t)
-        UNROLL for (int b = 0; b < B; ++b) high[t][b] = low[t][b] = _mm512_setzero_si512();
+        UNROLL for (int b = 0; b < B; ++b)
+          UNROLL for (int n = 0; n < N; ++n) products[t][b][n] = _mm512_setzero_si512();
       const int64_t end = std::min((g + 1) * x.group / 4, steps);
       for (int64_t step = g * x.group / 4; step < end; ++step) {
         __m512i weight[B];
@@ -183,11 +231,10 @@ struct Int8 {
         }
         UNROLL for (int t = 0; t < T; ++t) {
           const int64_t at = (token + t) * x.padded + step * 4;
-          const __m512i h = broadcast_step(x.high + at), l = broadcast_step(x.low + at);
-          UNROLL for (int b = 0; b < B; ++b) {
-            high[t][b] = add_products(high[t][b], weight[b], h);
-            low[t][b] = add_products(low[t][b], weight[b], l);
-          }
+          __m512i digit[N];
+          UNROLL for (int n = 0; n < N; ++n) digit[n] = broadcast_step(x.digit[n] + at);
+          UNROLL for (int b = 0; b < B; ++b)
+            UNROLL for (int n = 0; n < N; ++n) products[t][b][n] = add_products(products[t][b][n], weight[b], digit[n]);
         }
       }
       UNROLL for (int t = 0; t < T; ++t) {
@@ -195,7 +242,7 @@ struct Int8 {
         const __m512i excess = _mm512_set1_epi32(x.sums[at] * 128);
         const __m512 factor = _mm512_set1_ps(x.scale[at]);
         UNROLL for (int b = 0; b < B; ++b) {
-          const __m512i total = _mm512_add_epi32(_mm512_slli_epi32(high[t][b], 8), low[t][b]);
+          const __m512i total = put_together(products[t][b]);
           sum[t][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(total, excess)), factor, sum[t][b]);
         }
       }
@@ -216,17 +263,18 @@ struct Int4 {
   const int8_t* zero_point;  // likewise, or null
   int64_t spread;            // groups of the tokens' digits per weight group
 
-  template <int T, int B, typename Out>
-  inline void tile(const Digits& x, int64_t token, int64_t block, const Out& out) const {
+  template <int T, int B, int N, typename Out>
+  inline void tile(const Digits<N>& x, int64_t token, int64_t block, const Out& out) const {
     const int64_t pairs = x.padded / 8, groups = x.groups(), weight_groups = (groups + spread - 1) / spread;
     const __m512i nibble = _mm512_set1_epi8(15);
     __m512 sum[T][B];
     UNROLL for (int t = 0; t < T; ++t)
       UNROLL for (int b = 0; b < B; ++b) sum[t][b] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; ++g) {
-      __m512i high[T][B], low[T][B];
+      __m512i products[T][B][N];
       UNROLL for (int t = 0; t < T; ++t)
-        UNROLL for (int b = 0; b < B; ++b) high[t][b] = low[t][b] = _mm512_setzero_si512();
+        UNROLL for (int b = 0; b < B; ++b)
+          UNROLL for (int n = 0; n < N; ++n) products[t][b][n] = _mm512_setzero_si512();
       const int64_t end = std::min((g + 1) * x.group / 8, pairs);
       for (int64_t pair = g * x.group / 8; pair < end; ++pair) {
         __m512i even[B], odd[B];
@@ -239,13 +287,12 @@ struct Int4 {
         }
         UNROLL for (int t = 0; t < T; ++t) {
           const int64_t at = (token + t) * x.padded + pair * 8;
-          const __m512i h = broadcast_step(x.high + at), l = broadcast_step(x.low + at);
-          const __m512i h2 = broadcast_step(x.high + at + 4), l2 = broadcast_step(x.low + at + 4);
+          __m512i digit[N], next[N];
+          UNROLL for (int n = 0; n < N; ++n) digit[n] = broadcast_step(x.digit[n] + at);
+          UNROLL for (int n = 0; n < N; ++n) next[n] = broadcast_step(x.digit[n] + at + 4);
           UNROLL for (int b = 0; b < B; ++b) {
-            high[t][b] = add_products(high[t][b], even[b], h);
-            low[t][b] = add_products(low[t][b], even[b], l);
-            high[t][b] = add_products(high[t][b], odd[b], h2);
-            low[t][b] = add_products(low[t][b], odd[b], l2);
+            UNROLL for (int n = 0; n < N; ++n) products[t][b][n] = add_products(products[t][b][n], even[b], digit[n]);
+            UNROLL for (int n = 0; n < N; ++n) products[t][b][n] = add_products(products[t][b][n], odd[b], next[n]);
           }
         }
       }
@@ -260,7 +307,7 @@ struct Int4 {
         UNROLL for (int t = 0; t < T; ++t) {
           const int64_t at = (token + t) * groups + g;
           const __m512i excess = _mm512_mullo_epi32(offset, _mm512_set1_epi32(x.sums[at]));
-          const __m512i total = _mm512_add_epi32(_mm512_slli_epi32(high[t][b], 8), low[t][b]);
+          const __m512i total = put_together(products[t][b]);
           const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(total, excess));
           sum[t][b] = _mm512_fmadd_ps(_mm512_mul_ps(exact, _mm512_set1_ps(x.scale[at])), factor, sum[t][b]);
         }
@@ -313,6 +360,8 @@ template <int T, int B, typename Kernel, typename X, typename Out>
 inline void all_tokens(const Kernel& kernel, const X& x, int64_t tokens, int64_t block, const Out& out) {
   int64_t token = 0;
   for (; token + T <= tokens; token += T) kernel.template tile<T, B>(x, token, block, out);
+  if constexpr (T > 6)
+    for (; token + 4 <= tokens; token += 4) kernel.template tile<4, B>(x, token, block, out);
   if constexpr (T > 2)
     for (; token + 2 <= tokens; token += 2) kernel.template tile<2, B>(x, token, block, out);
   for (; token < tokens; ++token) kernel.template tile<1, B>(x, token, block, out);
@@ -328,7 +377,16 @@ inline void tiles_of(const Kernel& kernel, const X& x, int64_t tokens, int64_t b
 // Blocks [begin, end) of the outputs for all tokens. How many tokens and blocks make a tile, by measurement: one token is
 // bound by memory, which likes one stream; more are bound by what fits into 32 registers of sums and digits.
 template <typename Kernel, typename Out>
-inline void some_blocks(const Kernel& kernel, const Digits& x, int64_t tokens, int64_t begin, int64_t end,
+inline void some_blocks(const Kernel& kernel, const Digits<1>& x, int64_t tokens, int64_t begin, int64_t end,
+                        const Out& out) {
+  if (tokens == 1)
+    tiles_of<1, 2>(kernel, x, tokens, begin, end, out);
+  else
+    tiles_of<8, 2>(kernel, x, tokens, begin, end, out);
+}
+
+template <typename Kernel, typename Out>
+inline void some_blocks(const Kernel& kernel, const Digits<2>& x, int64_t tokens, int64_t begin, int64_t end,
                         const Out& out) {
   if (tokens == 1)
     tiles_of<1, 1>(kernel, x, tokens, begin, end, out);

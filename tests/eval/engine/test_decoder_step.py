@@ -58,13 +58,13 @@ def engine_on(model, **options):
     return Engine(model, None, EngineConfig(**({"block_size": 4, "num_blocks": 400} | options)))
 
 
-def quantized(model, scheme, *, skip=lambda name: False):
+def quantized(model, scheme, *, skip=lambda name: False, compute="a16"):
     """The model with every linear of its layers rounded to nearest."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and "layers" in name and not skip(name):
             weight = quantize_rtn(module.weight.detach(), scheme, torch.bfloat16)
             parent = model.get_submodule(name.rpartition(".")[0])
-            linear = QuantizedLinear(weight, module.bias, torch.device("cpu"), module.weight.dtype)
+            linear = QuantizedLinear(weight, module.bias, torch.device("cpu"), module.weight.dtype, compute=compute)
             setattr(parent, name.rpartition(".")[2], linear)
     return model
 
@@ -124,17 +124,37 @@ def test_every_kv_dtype(kv_dtype, tiny_model, random_prompts):
         assert (one - other).abs().max() < (1e-4 if kv_dtype == "float32" else 0.05)
 
 
+@pytest.mark.parametrize("compute", ["a16", "a8"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3"])
-def test_quantized_weights(scheme, architecture, tiny_model, random_prompts):
+def test_quantized_weights(scheme, architecture, compute, tiny_model, random_prompts):
     """Both sides round activations to bf16 at other places, so they differ as bf16 does: their mean distance from the
-    float32 model with the same weights is the measure, and the native step must not be the farther one."""
+    float32 model with the same weights, and under a8 with inputs rounded alike, is the measure, and the native step
+    must not be the farther one."""
     prompts = random_prompts(5)
-    exact = quantized(tiny_model(architecture), SCHEMES[scheme])
+    exact = quantized(tiny_model(architecture), SCHEMES[scheme], compute=compute)
     reference = logits_of(engine_on(exact), prompts)
-    model = quantized(tiny_model(architecture).bfloat16(), SCHEMES[scheme])
+    model = quantized(tiny_model(architecture).bfloat16(), SCHEMES[scheme], compute=compute)
     native, tree = both_ways(model, prompts)
     assert distance(native, reference) <= 1.1 * distance(tree, reference)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int4 with zero points", "int3 per channel"])
+def test_under_a8_the_step_rounds_inputs_as_the_reference_does(scheme, tiny_model, random_prompts):
+    """The step keeps float32 between its linears, and so does the reference: what is left between them is the head,
+    which rounds to bf16. That is a fraction of what the rounding of inputs under a8 makes."""
+    prompts = random_prompts(5)
+
+    def logits(dtype, compute):
+        model = quantized(tiny_model("llama").bfloat16().to(dtype), SCHEMES[scheme], compute=compute)
+        engine = engine_on(model, kv_dtype="float32")
+        assert engine.identity()["compute"] == compute
+        assert engine.identity()["steps"] == "native" or dtype == torch.float32
+        return logits_of(engine, prompts)
+
+    rounded = logits(torch.float32, "a8")
+    apart = distance(logits(torch.float32, "a16"), rounded)
+    assert distance(logits(torch.bfloat16, "a8"), rounded) < apart / 3
 
 
 def test_mixed_precision_shares_one_set_of_digits(tiny_model, random_prompts):
@@ -144,8 +164,30 @@ def test_mixed_precision_shares_one_set_of_digits(tiny_model, random_prompts):
     assert max((a - b).abs().mean() for a, b in zip(native, tree, strict=True)) < 0.05
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_linears_of_one_digit_of_two_and_of_none_share_an_input(count, tiny_model, random_prompts, threads):
+    """Query 4-bit under a8, key int8 under a16, value dense; and gate and up likewise: each gets its own form."""
+
+    def model(dtype):
+        mixed = tiny_model("llama").to(dtype)
+        mixed = quantized(
+            mixed, Scheme(4, 32), skip=lambda name: not name.endswith(("q_proj", "gate_proj")), compute="a8"
+        )
+        mixed = quantized(mixed, Scheme(8), skip=lambda name: not name.endswith(("k_proj", "up_proj")))
+        return quantized(mixed, Scheme(8), skip=lambda name: not name.endswith("o_proj"), compute="a8")
+
+    threads(count)
+    prompts = random_prompts(5)
+    reference = logits_of(engine_on(model(torch.float32)), prompts)
+    native, tree = both_ways(model(torch.bfloat16), prompts)
+    assert distance(native, reference) <= 1.1 * distance(tree, reference)
+    alone = engine_on(model(torch.bfloat16), max_prefill_chunk=1, max_num_seqs=1, prefix_caching=False)
+    assert alone.identity()["steps"] == "native"
+    assert distance(logits_of(alone, prompts), reference) <= 1.1 * distance(tree, reference)
+
+
 @pytest.mark.parametrize("sizes", [{}, {"hidden_size": 72, "intermediate_size": 104, "vocab_size": 133}])
-@pytest.mark.parametrize("scheme", [None, "int8", "int4 with zero points", "int8 activations", "mixed"])
+@pytest.mark.parametrize("scheme", [None, "int8", "int4 with zero points", "int8 activations", "mixed", "a8"])
 def test_many_tokens_of_which_each_thread_takes_its_own(scheme, sizes, tiny_model, random_prompts, threads):
     def model(dtype):
         dense = tiny_model("llama", **sizes).to(dtype)
@@ -153,6 +195,8 @@ def test_many_tokens_of_which_each_thread_takes_its_own(scheme, sizes, tiny_mode
             return quantized(dense, Scheme(8), skip=lambda name: "v_proj" in name or "up" in name)
         if scheme is None:
             return dense
+        if scheme == "a8":
+            return quantized(dense, Scheme(4, -1 if sizes else 32), compute="a8")
         return quantized(dense, replace(SCHEMES[scheme], group_size=-1) if sizes else SCHEMES[scheme])
 
     prompts = [prompt for prompt in random_prompts(20) if len(prompt) > 1]
@@ -168,10 +212,11 @@ def test_many_tokens_of_which_each_thread_takes_its_own(scheme, sizes, tiny_mode
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("compute", ["a16", "a8"])
 @pytest.mark.parametrize("scheme", [None, "int8", "int4 with zero points", "int8 activations"])
-def test_neither_threads_nor_companions_change_a_bit(scheme, tiny_model, random_prompts, threads):
+def test_neither_threads_nor_companions_change_a_bit(scheme, compute, tiny_model, random_prompts, threads):
     model = tiny_model("qwen3").bfloat16()
-    model = model if scheme is None else quantized(model, SCHEMES[scheme])
+    model = model if scheme is None else quantized(model, SCHEMES[scheme], compute=compute)
     prompts = random_prompts(9)
     # One token of each, below 24 in all, as in decode: more meet dense weights, or keys, in another order of summation.
     engine = engine_on(model, max_prefill_chunk=1, max_batched_tokens=23, max_num_seqs=8, prefix_caching=False)
