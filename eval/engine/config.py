@@ -12,9 +12,10 @@ from eval.errors import EvalError
 class EngineConfig:
     """`num_blocks` None: what `max_num_seqs` requests of `max_model_len` tokens need, within `kv_cache_bytes` (None:
     see kv_cache.choose_num_blocks). `kv_dtype`: "auto" (the model's) or a name of kv_cache.KV_DTYPES. `logits_bytes`
-    bounds the logits of one step, in the model's dtype, and with them how many tokens per step are scored. `attention_backend`: "auto",
-    "native", "triton" or "torch". `speculative`: None, "prompt-lookup", or the folder of a checkpoint that drafts (a
-    smaller model with the same tokens); `speculative_tokens` is how many are drafted per request and step, at most."""
+    bounds the logits of one step, in the model's dtype, and with them how many tokens per step are scored.
+    `attention_backend`: "auto", "native", "triton" or "torch". `speculative`: None, "prompt-lookup", or the folder of a
+    checkpoint that drafts (a smaller model with the same tokens); `speculative_tokens` is how many are drafted per
+    request and step, at most."""
 
     max_num_seqs: int = 64
     max_batched_tokens: int = 2048

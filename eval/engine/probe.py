@@ -52,12 +52,12 @@ def probe(model: PreTrainedModel) -> Probe:
     geometry = _geometry_of(calls, name, config)
     # A mask or bias that the interface does not show changes every token after the first. Rounding changes a hundredth
     # of most, and now and then all of one that the model has hardly been trained on.
-    error = ((logits - expected).norm(dim=1) / expected.norm(dim=1))[1:].median()
-    if error.isnan():
+    difference = ((logits - expected).norm(dim=1) / expected.norm(dim=1))[1:].median()
+    if difference.isnan():
         raise EvalError(
             f"{name}: its logits are not numbers: its weights are not, or {model.dtype} cannot hold what they compute"
         )
-    if error > PROBE_BOUND:
+    if difference > PROBE_BOUND:
         raise EvalError(f"{name}: its attention is more than causal softmax attention; the engine cannot run it")
     return Probe(geometry, calls, token_ids, logits)
 
