@@ -63,12 +63,22 @@ class Barrier {
       generation.store(before + 1, std::memory_order_release);
       return;
     }
+    for (int spins = 0; spins < SPINS; ++spins) {
+      if (generation.load(std::memory_order_acquire) != before) return;
+      _mm_pause();
+    }
     // A thread that waits long has lost its partner's core: let whoever has work run.
-    for (int spins = 0; generation.load(std::memory_order_acquire) == before; ++spins)
-      spins < 4000 ? _mm_pause() : (void)sched_yield();
+    const uint64_t since = __rdtsc();
+    while (generation.load(std::memory_order_acquire) == before) sched_yield();
+    lost.fetch_add(__rdtsc() - since, std::memory_order_relaxed);
   }
 
+  uint64_t take_lost() { return lost.exchange(0, std::memory_order_relaxed); }
+
  private:
+  static constexpr int SPINS = 4000;
+
+  std::atomic<uint64_t> lost{0};  // ticks that threads waited beyond their spins
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<unsigned> generation{0};
 };
@@ -79,6 +89,32 @@ inline Form form_of(const Linear& l) {
   if (l.digits != 0) return l.digits == 1 ? AS_ONE_DIGIT : AS_TWO_DIGITS;
   return l.kind == FP32 ? AS_FP32 : l.kind == BF16 ? AS_BF16 : AS_CODES;
 }
+
+// How many threads a step is worth. Tiny steps are over before a second thread has met the first. And where other processes
+// want the cores, each thread gets its own at another time, and both wait for each other at every phase: after two steps
+// in a row that lost half of their time so, a thread works alone for a while. No bit of the result depends on it.
+class Team {
+ public:
+  int size(int threads, int64_t products) {
+    if (products < FEW_PRODUCTS) return 1;
+    return alone > 0 ? --alone, 1 : threads;
+  }
+
+  void judge(uint64_t ticks, uint64_t lost) {
+    if (2 * lost < ticks) {
+      bad = 0;
+    } else if (++bad == 2) {
+      alone = ALONE;
+      bad = 1;
+    }
+  }
+
+ private:
+  static constexpr int64_t FEW_PRODUCTS = 1 << 18;
+  static constexpr int ALONE = 16;  // steps
+
+  int bad = 0, alone = 0;
+};
 
 // A layer's tokens in every form that the linears after this point multiply.
 struct Forms {
@@ -307,6 +343,8 @@ struct Scratch {
   std::vector<LayerForms> layers;
   Forms head;
   Barrier barrier;
+  Team team;
+  int64_t products;  // of most of the step's linears
 
   // Room for the step; done by one thread, before the team starts.
   void prepare_for(const Model& model, const paged::Step& step, int64_t num_wanted) {
@@ -321,11 +359,14 @@ struct Scratch {
     for (auto& item : next_item) item.store(0, std::memory_order_relaxed);
     paged::list_tiles(step, tiles);
     memory.grow(model.head, num_wanted);
+    products = 0;
     for (const Layer* layer = model.layers; layer < model.layers + model.num_layers; layer++) {
       for (int i = 0; i < layer->num_qkv; i++) memory.grow(layer->qkv[i], tokens);
       for (int i = 0; i < layer->num_gate_up; i++) memory.grow(layer->gate_up[i], tokens);
       memory.grow(layer->output, tokens);
       wide.grow(layer->down, tokens);
+      for (const Linear& l : {layer->qkv[0], layer->gate_up[0], layer->output, layer->down})
+        products += l.outputs * l.inputs * tokens;
     }
     layers.clear();
     for (const Layer* layer = model.layers; layer < model.layers + model.num_layers; layer++)
@@ -446,9 +487,12 @@ extern "C" void decoder_step(const step::Model* model, const paged::Step* tables
   step::Scratch& s = scratch;
   s.prepare_for(*model, *tables, num_wanted);
   memcpy(s.residual[0].data(), embeddings, tables->num_tokens * model->hidden * sizeof(float));
-#pragma omp parallel num_threads(model->num_threads)
+  const int threads = s.team.size(model->num_threads, s.products);
+  const uint64_t since = __rdtsc();
+#pragma omp parallel num_threads(threads)
   {
     step::Work work{omp_get_thread_num(), omp_get_num_threads(), &s.barrier, {}};
     step::run(work, s, *model, *tables, positions, wanted, num_wanted, logits);
   }
+  if (threads > 1) s.team.judge(__rdtsc() - since, s.barrier.take_lost());
 }
