@@ -50,6 +50,10 @@ def probe(model: PreTrainedModel) -> Probe:
     except (ValueError, KeyError) as error:
         raise EvalError(f"{name}: its attention cannot be replaced through AttentionInterface ({error})") from error
     geometry = _geometry_of(calls, name, config)
+    if not expected[1:].any(dim=1).all():
+        raise EvalError(
+            f"{name}: its logits are all zero: its weights are, or {model.dtype} cannot hold what they compute"
+        )
     # A mask or bias that the interface does not show changes every token after the first. Rounding changes a hundredth
     # of most, and now and then all of one that the model has hardly been trained on.
     difference = ((logits - expected).norm(dim=1) / expected.norm(dim=1))[1:].median()

@@ -276,6 +276,14 @@ def test_weights_that_are_not_numbers_are_refused(tiny_model):
         Engine(model, None, EngineConfig(num_blocks=8))
 
 
+def test_weights_that_are_all_zero_are_refused_as_such(tiny_model):
+    model = tiny_model("llama")
+    for weight in model.parameters():
+        weight.data.zero_()
+    with pytest.raises(EvalError, match="LlamaForCausalLM: its logits are all zero"):
+        Engine(model, None, EngineConfig(num_blocks=10))
+
+
 def test_records_have_the_evidence_s_fields(engine):
     engine.generate(["hello", "there"], SamplingParams(max_tokens=3))
     assert " ".join(field.name for field in fields(RequestRecord)) == (
