@@ -63,6 +63,7 @@ $(PEERS)/%/installed:
 
 bench-engine: $(INSTALLED) $(PEERS)/llamacpp/installed $(PEERS)/vllm/installed $(PEERS)/openvino/installed \
 		$(PEERS)/onnxruntime/installed
+	$(BIN)/python benchmarks/engine_itself.py
 	$(BIN)/python benchmarks/engine_peers.py --peers $(PEERS)
 
 clean:
