@@ -6,26 +6,29 @@
     variants:
       int8: {method: int8}
       gptq: {method: gptq, bits: 4, group_size: 64}
+      gptq-a8: {method: gptq, bits: 4, group_size: 64, compute: a8}
       kv-int8: {kv_dtype: int8}
     suite: core
     workload: chat
     policy: default
 
-A variant's keys are those of a recipe of `quantgate quantize`, and `kv_dtype`, that of `quantgate eval`; one without a
-recipe is the baseline's weights with another KV cache. `calibration` holds what all recipes share. Relative paths in
-the file are relative to the file, save `output`: results go below the working directory, into runs/NAME unless said.
+A variant's keys are those of a recipe of `quantgate quantize`, and the numerics of `quantgate eval`, `kv_dtype` and
+`compute`; one without a recipe is the baseline's weights with other numerics. `calibration` holds what all recipes
+share. Relative paths in the file are relative to the file, save `output`: results go below the working directory, into
+runs/NAME unless said.
 """
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from eval.engine.config import EngineConfig
 from eval.errors import EvalError
 from eval.settings_file import read_settings
 from quantgate.errors import FrontDoorError
+from quantgate.numerics import OWN, Numerics
 from quantize.errors import QuantizeError
 from quantize.recipe import Recipe
 from tasks.yaml_file import line_of, read_yaml_mapping
@@ -35,8 +38,6 @@ WholeNumber = Annotated[int, Field(strict=True)]
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 BASELINE = "baseline"
-AUTO = "auto"
-"""The KV dtype that is the model's own."""
 
 
 class SharedCalibration(BaseModel):
@@ -73,15 +74,16 @@ class Campaign(BaseModel):
     def recipe(self, variant: str) -> Recipe | None:
         """A variant's recipe, with the shared calibration settings where it gives none of its own; None: the variant is
         the baseline's weights."""
-        own = {key: value for key, value in self.variants[variant].items() if key != "kv_dtype"}
-        if not own and self.kv_dtype(variant) != AUTO:
+        numerics = self.numerics(variant)
+        own = {key: value for key, value in self.variants[variant].items() if key not in asdict(numerics)}
+        if not own and numerics != OWN:
             return None
         shared = self.calibration.model_dump(include={"samples", "sequence_length"}, exclude_none=True)
         return Recipe.from_mapping(shared | own, where="recipe")
 
-    def kv_dtype(self, variant: str) -> str:
-        """What the variant's keys and values are kept in; the baseline's are in its model's dtype."""
-        return str(self.variants.get(variant, {}).get("kv_dtype", AUTO))
+    def numerics(self, variant: str) -> Numerics:
+        """What the variant has beside its weights; the baseline has its model's own."""
+        return Numerics.of_mapping(self.variants.get(variant, {}))
 
 
 def load_campaign(path: Path) -> Campaign:
@@ -99,10 +101,15 @@ def load_campaign(path: Path) -> Campaign:
                 f"{path}:{line}: variant {name!r}: a name is letters, digits, '.', '_' or '-', and not {BASELINE!r}"
             )
         try:
-            EngineConfig(kv_dtype=campaign.kv_dtype(name))
-            campaign.recipe(name)
+            recipe, compute = campaign.recipe(name), campaign.numerics(name).compute
         except (QuantizeError, EvalError) as error:
             raise FrontDoorError(f"{path}:{line}: variants.{name}: {error}") from None
+        if recipe is not None and recipe.activations is not None and compute == "a16":
+            said = f"activations: {recipe.activations} is compute a8; leave out either it or compute a16"
+            raise FrontDoorError(f"{path}:{line}: variants.{name}: {said}")
+        if recipe is not None and recipe.plan.is_bitsandbytes and compute == "a8":
+            said = f"{recipe.method} rounds activations as its library does; leave out compute a8"
+            raise FrontDoorError(f"{path}:{line}: variants.{name}: {said}")
     base = path.parent
     shared = campaign.calibration
     if campaign.data_dir is not None and not (base / campaign.data_dir).is_dir():

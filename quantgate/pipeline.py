@@ -22,11 +22,11 @@ from eval.speed.run import measure
 from eval.speed.workload import load_workload
 from quantgate.campaign import BASELINE, Campaign
 from quantgate.errors import FrontDoorError
-from quantgate.results import kv_options
 from quantgate.screen import Screen
 from quantgate.source import resolve_checkpoint
 from quantize import quantize_checkpoint
 from quantize.atomic import take_lock
+from quantize.load import check_compute
 from registry.compare import compare_variants
 from registry.policy import load_policy
 from registry.store import check_store, store_uri
@@ -65,6 +65,7 @@ def run_campaign(campaign: Campaign, screen: Screen) -> CampaignOutcome:
         for name, recipe in recipes.items():
             if recipe is None:
                 checkpoints[name] = checkpoints[BASELINE]
+                check_compute(checkpoints[name], campaign.numerics(name).compute)
                 continue
             progress = begin(f"quantize {name}")
             checkpoints[name] = folder / "checkpoints" / name
@@ -84,7 +85,7 @@ def run_campaign(campaign: Campaign, screen: Screen) -> CampaignOutcome:
                 data_dir=campaign.data_dir,
                 limit=campaign.limit,
                 out=folder / "variants" / name / "quality",
-                engine_options=kv_options(campaign.kv_dtype(name)),
+                engine_options=campaign.numerics(name).engine_options(),
                 progress=begin(f"evaluate {name}"),
             )
         for name, checkpoint in checkpoints.items():
@@ -95,7 +96,7 @@ def run_campaign(campaign: Campaign, screen: Screen) -> CampaignOutcome:
                 out=folder / "variants" / name / "speed",
                 repeats=campaign.repeats,
                 confidence=policy.confidence,
-                candidate_options=kv_options(campaign.kv_dtype(name)),
+                candidate_options=campaign.numerics(name).engine_options(),
                 progress=begin(f"time {name} against the baseline"),
             )
         begin("compare and report")

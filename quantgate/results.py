@@ -13,9 +13,9 @@ from eval.quality.run import QualityResult, evaluate
 from eval.speed.run import SpeedResult, measure
 from eval.speed.workload import load_workload
 from quantgate import home
-from quantgate.campaign import AUTO
 from quantgate.errors import FrontDoorError
 from quantgate.fetch import Progress
+from quantgate.numerics import OWN, Numerics
 from quantgate.source import resolve_checkpoint
 from quantize import Checkpoint
 from registry.compare import compare_variants as compare_records
@@ -33,7 +33,7 @@ def evaluate_checkpoint(
     tasks: Sequence[str],
     data_dir: Path | None,
     limit: int | None,
-    kv_dtype: str,
+    numerics: Numerics,
     out: Path | None,
     progress: Progress,
 ) -> QualityResult:
@@ -48,8 +48,8 @@ def evaluate_checkpoint(
         tasks=list(tasks),
         data_dir=data_dir,
         limit=limit,
-        out=out or _kept(checkpoint, kv_dtype) / what.replace("/", "_"),
-        engine_options=kv_options(kv_dtype),
+        out=out or _kept(checkpoint, numerics) / what.replace("/", "_"),
+        engine_options=numerics.engine_options(),
         progress=progress,
     )
 
@@ -60,14 +60,14 @@ def measure_checkpoint(
     against: Path | None,
     workload: str,
     repeats: int | None,
-    kv_dtype: str,
+    numerics: Numerics,
     out: Path | None,
     progress: Progress,
     drafting: Mapping[str, Any] | None = None,
     confidence: float = 0.95,
 ) -> SpeedResult:
     """Speed and memory of one checkpoint, alone or paired, from the cache where the same measurement stands there.
-    `kv_dtype` and `drafting` (engine options) are the checkpoint's, not the baseline's."""
+    `numerics` and `drafting` (engine options) are the checkpoint's, not the baseline's."""
     chosen = load_workload(workload)
     other = Checkpoint.open(against).content_digest()[:12] if against else "alone"
     if drafting:
@@ -76,8 +76,8 @@ def measure_checkpoint(
         checkpoint,
         against=against,
         workload=chosen,
-        out=out or _kept(checkpoint, kv_dtype) / f"speed-{chosen.name}-{other}",
-        candidate_options=kv_options(kv_dtype) | dict(drafting or {}),
+        out=out or _kept(checkpoint, numerics) / f"speed-{chosen.name}-{other}",
+        candidate_options=numerics.engine_options() | dict(drafting or {}),
         repeats=repeats,
         confidence=confidence,
         progress=progress,
@@ -94,20 +94,21 @@ def compare_variants(
     workload: str,
     data_dir: Path | None,
     limit: int | None,
-    kv_dtype: str,
+    numerics: Numerics,
     out: Path | None,
     progress: Progress,
 ) -> dict[str, Any]:
     """The comparison of two variants, each a folder with results or a checkpoint that is measured first.
 
-    Speed is measured only where the policy limits it. `kv_dtype` is the candidate's.
+    Speed is measured only where the policy limits it. `numerics` are the candidate's.
     """
     rules = load_policy(policy)
     folders = [Path(reference) for reference in (baseline, candidate)]
     if all(_holds_results(folder) for folder in folders):
-        if kv_dtype != AUTO:
+        if numerics != OWN:
             raise FrontDoorError(
-                f"{candidate} holds results, which say their own KV dtype: leave out --kv-dtype, or name a checkpoint"
+                f"{candidate} holds results, which say their own numerics: leave out --kv-dtype and --compute, or name "
+                "a checkpoint"
             )
         records = [VariantRecord.read(folder) for folder in folders]
     else:
@@ -119,11 +120,11 @@ def compare_variants(
                 tasks=tasks,
                 data_dir=data_dir,
                 limit=limit,
-                kv_dtype=of_side,
+                numerics=of_side,
                 out=None,
                 progress=progress,
             )
-            for path, of_side in zip(paths, (AUTO, kv_dtype), strict=True)
+            for path, of_side in zip(paths, (OWN, numerics), strict=True)
         ]
         speed: list[SpeedResult | None] = [None, None]
         if any(rule.metric.startswith(("speed.", "memory.", "*")) for rule in rules.rules):
@@ -133,12 +134,12 @@ def compare_variants(
                 against=paths[0],
                 workload=workload,
                 repeats=None,
-                kv_dtype=kv_dtype,
+                numerics=numerics,
                 out=None,
                 progress=progress,
                 confidence=rules.confidence,
             )
-        named = candidate if kv_dtype == AUTO else f"{candidate} with {kv_dtype} KV"
+        named = candidate + numerics.said()
         records = [
             VariantRecord.of_results(reference, path, scored.directory, timed.directory if timed else None)
             for reference, path, scored, timed in zip((baseline, named), paths, quality, speed, strict=True)
@@ -196,15 +197,9 @@ def _ratio(metrics: Mapping[str, float], name: str) -> str:
     return f"{ratio:.3f}" + (f" ({low:.3f} to {high:.3f})" if low is not None and high is not None else "")
 
 
-def kv_options(kv_dtype: str) -> dict[str, str]:
-    """Engine options; none where the model's own dtype serves, so that a result does not depend on its being said."""
-    return {} if kv_dtype == AUTO else {"kv_dtype": kv_dtype}
-
-
-def _kept(checkpoint: Path, kv_dtype: str) -> Path:
+def _kept(checkpoint: Path, numerics: Numerics) -> Path:
     # By all that decides the answers: two variants of the same weights must not take turns in one folder.
-    digest = Checkpoint.open(checkpoint).content_digest()[:16]
-    return home.results() / (digest if kv_dtype == AUTO else f"{digest}-kv-{kv_dtype}")
+    return home.results() / (Checkpoint.open(checkpoint).content_digest()[:16] + numerics.folder_suffix())
 
 
 def _holds_results(folder: Path) -> bool:

@@ -106,15 +106,13 @@ def _verdict(variant: VariantRecord) -> str | Text:
 
 
 def _bits(variant: VariantRecord) -> str:
-    """The weights', and the KV cache's dtype where that is not the model's."""
+    """The weights', then a8 and the KV cache's dtype where they are not the model's."""
     if variant.manifest is None:
         lines = [DTYPE_BITS.get(str(variant.identity.get("dtype")), NO_FIGURE)]
     else:
         sizes = sorted({(module["bits"], module["group_size"]) for module in variant.manifest["modules"]})
         lines = [f"{bits}" if group == -1 else f"{bits} g{group}" for bits, group in sizes]
-    if variant.other_kv_dtype is not None:
-        lines.append(f"KV {variant.other_kv_dtype}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *variant.other_numerics])
 
 
 def _megabytes(metrics: Mapping[str, float]) -> str:

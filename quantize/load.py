@@ -25,13 +25,18 @@ from quantize.linear import QuantizedLinear
 
 
 def load_model(
-    checkpoint: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    checkpoint: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    compute: str | None = None,
 ) -> PreTrainedModel:
     """The checkpoint as a model in eval mode, without gradients, on `device`.
 
     `dtype` is the dtype of activations and of every tensor that is not quantized; None takes the checkpoint's own.
+    `compute` is how quantized weights meet their inputs: "a16" as they come, "a8" rounded to 8 bits per token and group
+    of inputs; None is what the checkpoint says, which is a16 unless it was quantized for 8-bit activations.
     Raises QuantizeError, in one line, for a path that is no checkpoint, a damaged or missing shard, a quantization that
-    nothing here can load, and tensors that the model needs and the checkpoint lacks.
+    nothing here can load, tensors that the model needs and the checkpoint lacks, and a `compute` that it cannot have.
     """
     opened = Checkpoint.open(checkpoint)
     quantization = quantization_of(opened)
@@ -40,6 +45,7 @@ def load_model(
         shape_as_stored(model, plain_names(opened))
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     stored = stored_linears(opened, linears) if quantization else {}
+    _refuse_compute(opened, stored, compute)
     if stored is None:
         return _load_through_transformers(opened, torch.device(device), dtype)
     older = older_names(model, opened.files)
@@ -50,7 +56,7 @@ def load_model(
     if missing:
         raise missing_tensors(opened.path, missing)
     tensors = _Tensors(opened, older)
-    _swap_linears(model, stored, tensors, torch.device(device))
+    _swap_linears(model, stored, tensors, torch.device(device), compute or "a16")
     _assign_others(model, tensors, torch.device(device))
     return _finish(model, opened.path, torch.device(device))
 
@@ -131,8 +137,40 @@ def expected_names(model: PreTrainedModel, stored: Mapping[str, StoredLinear]) -
     return names
 
 
+def check_compute(checkpoint: str | Path, compute: str) -> None:
+    """Raises QuantizeError where `load_model` would for this `compute`, without reading a weight."""
+    opened = Checkpoint.open(checkpoint)
+    stored: Mapping[str, StoredLinear] | None = {}
+    if quantization_of(opened):
+        model = build_on_meta(opened, None)
+        shape_as_stored(model, plain_names(opened))
+        stored = stored_linears(
+            opened, [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        )
+    _refuse_compute(opened, stored, compute)
+
+
+def _refuse_compute(opened: Checkpoint, stored: Mapping[str, StoredLinear] | None, compute: str | None) -> None:
+    if compute == "a8" and stored is None:
+        raise QuantizeError(f"{opened.path}: transformers runs it, which rounds as it will; leave out compute a8")
+    if compute == "a8" and not stored:
+        raise QuantizeError(
+            f"{opened.path}: compute a8 rounds what quantized weights are multiplied with, and it has none; quantize "
+            "it first, or leave out compute a8"
+        )
+    if compute == "a16" and any(linear.scheme.activations is not None for linear in (stored or {}).values()):
+        raise QuantizeError(
+            f"{opened.path}: it was quantized for int8 activations, so it computes in a8; leave out compute a16, or "
+            "quantize it without them"
+        )
+
+
 def _swap_linears(
-    model: PreTrainedModel, stored: Mapping[str, StoredLinear], tensors: _Tensors, device: torch.device
+    model: PreTrainedModel,
+    stored: Mapping[str, StoredLinear],
+    tensors: _Tensors,
+    device: torch.device,
+    compute: str,
 ) -> None:
     """Puts a `QuantizedLinear` in the place of every quantized linear, one at a time."""
     for name, kept in stored.items():
@@ -144,7 +182,7 @@ def _swap_linears(
             weight, order = kept.read(leaves, linear.out_features, linear.in_features)
         except QuantizeError as failure:
             raise QuantizeError(f"{where}: {name}: {failure}; fetch or quantize it again") from None
-        model.set_submodule(name, QuantizedLinear(weight, linear.bias, device, model.dtype, order))
+        model.set_submodule(name, QuantizedLinear(weight, linear.bias, device, model.dtype, order, compute))
 
 
 def _assign_others(model: PreTrainedModel, tensors: _Tensors, device: torch.device) -> None:

@@ -91,10 +91,11 @@ class VariantRecord:
             raise RegistryError(f"variant {self.name} ({self.quality_folder}): {error}") from None
 
     @property
-    def other_kv_dtype(self) -> str | None:
-        """What keys and values are kept in, where that is not the model's own dtype."""
-        kept = self.identity.get("kv_dtype")
-        return None if kept in (None, self.identity.get("dtype")) else str(kept)
+    def other_numerics(self) -> list[str]:
+        """What is computed or kept in another way than the model's own dtype, as people read it: a8, KV int8."""
+        compute, kept = self.identity.get("compute"), self.identity.get("kv_dtype")
+        said = [] if compute in (None, "a16") else [str(compute)]
+        return said if kept in (None, self.identity.get("dtype")) else [*said, f"KV {kept}"]
 
     @property
     def verdict(self) -> str | None:

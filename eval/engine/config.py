@@ -7,6 +7,18 @@ from typing import Any
 from eval.engine.kv_cache import KV_DTYPES
 from eval.errors import EvalError
 
+COMPUTE_MODES = ("a16", "a8")
+"""How quantized weights meet their inputs: as they come, or rounded to 8 bits (see quantize.load.load_model)."""
+
+
+def compute_named(compute: str) -> str | None:
+    """The mode to load a model in; None, for "auto", is the checkpoint's own. Raises EvalError for any other name."""
+    if compute == "auto":
+        return None
+    if compute not in COMPUTE_MODES:
+        raise EvalError(f"compute {compute!r} is unknown: use auto, {', '.join(COMPUTE_MODES)}")
+    return compute
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -46,5 +58,7 @@ class EngineConfig:
         known = [field.name for field in fields(cls)]
         unknown = sorted(options.keys() - set(known))
         if unknown:
-            raise EvalError(f"unknown engine option {', '.join(unknown)}: known are device, dtype, {', '.join(known)}")
+            raise EvalError(
+                f"unknown engine option {', '.join(unknown)}: known are device, dtype, compute, {', '.join(known)}"
+            )
         return cls(**options)

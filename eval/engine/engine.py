@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool, root_hash
-from eval.engine.config import EngineConfig
+from eval.engine.config import EngineConfig, compute_named
 from eval.engine.decoder_step import MAX_TOKENS, DecoderStep, native_step
 from eval.engine.draft_model import DraftModel
 from eval.engine.identity import (
@@ -135,14 +135,17 @@ class Engine:
         *,
         device: str = "cpu",
         dtype: str = "auto",
+        compute: str = "auto",
         **options: Any,
     ) -> "Engine":
-        """The engine on a checkpoint folder; `options` are EngineConfig's fields. Raises QuantizeError for a bad
-        checkpoint and EvalError for a bad option, each in one line."""
+        """The engine on a checkpoint folder; `compute` is "auto" (the checkpoint's own), "a16" or "a8", `options` are
+        EngineConfig's fields. Raises QuantizeError for a bad checkpoint, and for a `compute` that it cannot have, and
+        EvalError for a bad option, each in one line."""
         config = EngineConfig.from_options(options)
         if dtype != "auto" and dtype not in MODEL_DTYPES:
             raise EvalError(f"dtype {dtype!r} is unknown: use auto, {', '.join(MODEL_DTYPES)}")
-        model = load_model(Path(path), device=device, dtype=None if dtype == "auto" else MODEL_DTYPES[dtype])
+        chosen = None if dtype == "auto" else MODEL_DTYPES[dtype]
+        model = load_model(Path(path), device=device, dtype=chosen, compute=compute_named(compute))
         return cls(model, load_tokenizer(Path(path)), config, checkpoint_digests(Path(path)))
 
     # Requests one by one

@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from quantgate.commands.options import DataDirOption, JsonOption, KVDtypeOption, LimitOption, PolicyOption
+from quantgate.commands.options import (
+    ComputeOption,
+    DataDirOption,
+    JsonOption,
+    KVDtypeOption,
+    LimitOption,
+    PolicyOption,
+)
 from quantgate.screen import Screen
 
 EXIT_CODES = {"pass": 0, "fail": 3, "inconclusive": 4}
@@ -29,17 +36,19 @@ def compare_command(
     data_dir: DataDirOption = None,
     limit: LimitOption = None,
     kv_dtype: KVDtypeOption = "auto",
+    compute: ComputeOption = "auto",
     out: Annotated[Path | None, typer.Option("--out", help="Also write comparison.json into this folder.")] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Compare a candidate with its baseline, sample by sample, and state a verdict under a policy.
 
-    Checkpoints are measured first where their results are not in the cache. --kv-dtype is the candidate's; the baseline
-    keeps its model's. Exit code: 0 pass, 3 fail, 4 inconclusive.
+    Checkpoints are measured first where their results are not in the cache. --kv-dtype and --compute are the
+    candidate's; the baseline keeps its own. Exit code: 0 pass, 3 fail, 4 inconclusive.
 
     Example: quantgate compare smollm2-135m smollm2-gptq
     """
     from quantgate.commands.measure import task_names
+    from quantgate.numerics import Numerics
     from quantgate.results import compare_variants, comparison_tables
 
     screen = Screen(json_output)
@@ -53,7 +62,7 @@ def compare_command(
             workload=workload,
             data_dir=data_dir,
             limit=limit,
-            kv_dtype=kv_dtype,
+            numerics=Numerics(kv_dtype, compute),
             out=out,
             progress=progress,
         )

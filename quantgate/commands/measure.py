@@ -7,6 +7,7 @@ import typer
 
 from quantgate.commands.options import (
     CheckpointArgument,
+    ComputeOption,
     DataDirOption,
     JsonOption,
     KVDtypeOption,
@@ -30,6 +31,7 @@ def eval_command(
     data_dir: DataDirOption = None,
     limit: LimitOption = None,
     kv_dtype: KVDtypeOption = "auto",
+    compute: ComputeOption = "auto",
     out: Annotated[
         Path | None, typer.Option("--out", help="Result folder; default: in the cache, by content digest.")
     ] = None,
@@ -41,6 +43,7 @@ def eval_command(
 
     Example: quantgate eval smollm2-gptq --tasks piqa,wikitext2 --data-dir data --limit 500
     """
+    from quantgate.numerics import Numerics
     from quantgate.results import evaluate_checkpoint, quality_table
     from quantgate.source import resolve_checkpoint
 
@@ -53,7 +56,7 @@ def eval_command(
             tasks=task_names(tasks),
             data_dir=data_dir,
             limit=limit,
-            kv_dtype=kv_dtype,
+            numerics=Numerics(kv_dtype, compute),
             out=out,
             progress=progress,
         )
@@ -70,6 +73,7 @@ def speed_command(
         int | None, typer.Option(min=1, help="Blocks per side, A B B A …; default: the workload's.")
     ] = None,
     kv_dtype: KVDtypeOption = "auto",
+    compute: ComputeOption = "auto",
     speculative: SpeculativeOption = None,
     speculative_tokens: SpeculativeTokensOption = 4,
     out: Annotated[
@@ -79,14 +83,17 @@ def speed_command(
 ) -> None:
     """Measure memory, TTFT, TPOT and tokens/s under a workload; against a baseline, as ratios with intervals.
 
-    --kv-dtype and --speculative are CKPT's; the baseline keeps its model's dtype and drafts nothing.
+    --kv-dtype, --compute and --speculative are CKPT's; the baseline keeps its own numerics and drafts nothing.
 
     Example: quantgate speed smollm2-gptq --against smollm2-135m --workload chat
 
     Example: quantgate speed smollm2-135m --against smollm2-135m --kv-dtype int8 --workload rag-long-prompt
 
+    Example: quantgate speed smollm2-gptq --against smollm2-gptq --compute a8
+
     Example: quantgate speed smollm2-135m --against smollm2-135m --speculative prompt-lookup --workload code-completion
     """
+    from quantgate.numerics import Numerics
     from quantgate.results import measure_checkpoint, speed_table, validity_lines
     from quantgate.source import resolve_checkpoint, speculative_options
 
@@ -99,7 +106,7 @@ def speed_command(
             against=baseline,
             workload=workload,
             repeats=repeats,
-            kv_dtype=kv_dtype,
+            numerics=Numerics(kv_dtype, compute),
             drafting=speculative_options(speculative, speculative_tokens, progress),
             out=out,
             progress=progress,

@@ -20,6 +20,13 @@ KVDtypeOption = Annotated[
         "--kv-dtype", help="What keys and values are kept in: auto (the model's), bfloat16, float16, float32, int8."
     ),
 ]
+ComputeOption = Annotated[
+    str,
+    typer.Option(
+        help="How quantized weights meet activations: a16 (as they come), a8 (rounded to 8 bits per token and 32 "
+        "inputs: faster, of another quality), auto (a16; a8 where the checkpoint was made for int8 activations)."
+    ),
+]
 SpeculativeOption = Annotated[
     str | None,
     typer.Option(help="Draft tokens ahead: prompt-lookup, or a smaller checkpoint with the same tokens."),

@@ -99,12 +99,22 @@ def test_protocol_identity_integrity_validity_and_recipe_are_there(page: Page, c
     assert "quality.*.acc margin 0.03 critical" in page.text
 
 
-def test_a_kv_cache_in_another_dtype_stands_beside_the_name(campaign: CampaignRecord) -> None:
+@pytest.mark.parametrize(
+    ("numerics", "said"),
+    [
+        ({"kv_dtype": "int8"}, "KV int8"),
+        ({"compute": "a8"}, "a8"),
+        ({"compute": "a8", "kv_dtype": "int8"}, "a8, KV int8"),
+    ],
+)
+def test_numerics_that_are_not_the_model_s_own_stand_beside_the_name(
+    campaign: CampaignRecord, numerics: dict[str, str], said: str
+) -> None:
     first, *others = campaign.candidates
-    quality = dict(first.quality or {}) | {"identity": {**first.identity, "kv_dtype": "int8"}}
+    quality = dict(first.quality or {}) | {"identity": {**first.identity, **numerics}}
     changed = replace(campaign, candidates=(replace(first, quality=quality), *others))
-    assert f"{first.name} KV int8" in Page(render_report(changed)).text
-    assert "KV int8" not in Page(render_report(campaign)).text
+    assert f"{first.name} {said}" in Page(render_report(changed)).text
+    assert f"{first.name} {said}" not in Page(render_report(campaign)).text
 
 
 def test_the_page_needs_nothing_beside_it(page: Page) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from quantgate.campaign import load_campaign
 from quantgate.errors import FrontDoorError
+from quantgate.numerics import Numerics
 
 GOOD = """\
 name: trial
@@ -30,12 +31,24 @@ def test_shared_calibration_reaches_every_recipe_that_gives_none_of_its_own(tmp_
     assert campaign.folder() == Path("runs/trial")
 
 
-def test_a_variant_may_be_the_baseline_with_another_kv_cache(tmp_path: Path) -> None:
-    text = GOOD + "  kv: {kv_dtype: int8}\n  both: {method: int8, kv_dtype: int8}\n"
+def test_a_variant_may_be_the_baseline_with_other_numerics(tmp_path: Path) -> None:
+    text = GOOD + "  kv: {kv_dtype: int8}\n  a8: {compute: a8}\n  both: {method: int8, kv_dtype: int8, compute: a8}\n"
     campaign = load_campaign(written(tmp_path, text))
-    assert campaign.recipe("kv") is None
+    assert campaign.recipe("kv") is campaign.recipe("a8") is None
     assert campaign.recipe("both") == campaign.recipe("int8")
-    assert [campaign.kv_dtype(name) for name in ("baseline", "int8", "kv", "both")] == ["auto", "auto", "int8", "int8"]
+    assert campaign.numerics("baseline") == campaign.numerics("int8") == Numerics()
+    assert campaign.numerics("kv") == Numerics(kv_dtype="int8")
+    assert campaign.numerics("a8") == Numerics(compute="a8")
+    assert campaign.numerics("both") == Numerics("int8", "a8")
+
+
+def test_every_numerics_has_options_a_folder_and_a_name_of_its_own() -> None:
+    each = [Numerics(kv, compute) for kv in ("auto", "int8", "float16") for compute in ("auto", "a16", "a8")]
+    assert len({numerics.folder_suffix() for numerics in each}) == len(each)
+    assert len({numerics.said() for numerics in each}) == len(each)
+    assert len({str(numerics.engine_options()) for numerics in each}) == len(each)
+    assert Numerics().folder_suffix() == Numerics().said() == ""
+    assert Numerics("int8", "a8").said() == " with a8 and int8 KV"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +59,19 @@ def test_a_variant_may_be_the_baseline_with_another_kv_cache(tmp_path: Path) -> 
         (GOOD.replace("{method: int8}", "{method: int9}"), 5, "int9"),
         (GOOD.replace("{method: int8}", "{bits: 8}"), 5, "method: missing"),
         (GOOD.replace("{method: int8}", "{method: int8, kv_dtype: int3}"), 5, "kv_dtype 'int3' is unknown: use auto"),
+        (
+            GOOD.replace("{method: int8}", "{method: int8, compute: a4}"),
+            5,
+            "compute 'a4' is unknown: use auto, a16, a8",
+        ),
+        (
+            GOOD.replace("{method: int8}", "{method: int8, activations: int8, compute: a16}"),
+            5,
+            "activations: int8 is compute a8",
+        ),
+        (GOOD.replace("{method: int8}", "{method: bnb-nf4, compute: a8}"), 5, "bnb-nf4 rounds activations as its"),
         (GOOD.replace("{method: int8}", "{kv_dtype: auto}"), 5, "method: missing"),
+        (GOOD.replace("{method: int8}", "{compute: auto}"), 5, "method: missing"),
         (GOOD.replace("{method: int8}", "{kv_dtype: int8, bits: 8}"), 5, "method: missing"),
         (GOOD.replace("samples: 8", "sample: 8"), 3, "did you mean 'samples'?"),
         (GOOD.replace("name: trial", "name: ../trial"), 1, "should match pattern"),

@@ -261,6 +261,30 @@ def test_a_kv_dtype_is_a_variant_of_its_own(quantgate, tiny_checkpoint: Path, tm
         is_one_line(quantgate(*command, "--kv-dtype", "int3"), "kv_dtype 'int3' is unknown: use auto, float32")
 
 
+def test_a8_is_a_variant_of_its_own_where_weights_are_quantized(
+    quantgate, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "p.yaml").write_text("rules:\n  - {metric: quality.perplexity.*, max_ratio: 1.5}\n")
+    (tmp_path / "s.yaml").write_text("perplexity:\n  - {corpus: held_out_docs, window: 64, windows: 4}\n")
+    for out, *more in (("q8",), ("w8a8", "--activations", "int8")):
+        made = quantgate("quantize", tiny_checkpoint, "--method", "int8", *more, "--out", out)
+        assert made.code == 0, made.err
+    common = ("--suite", "s.yaml", "--compute", "a8", "--json")
+    compared = json.loads(quantgate("compare", "q8", "q8", *common, "--policy", "p.yaml").out)
+    assert [compared[side]["identity"]["compute"] for side in ("baseline", "candidate")] == ["a16", "a8"]
+    assert compared["candidate"]["name"] == "q8 with a8"
+    assert 0 < abs(compared["tasks"][0]["delta"]) < 0.01
+    scored = json.loads(quantgate("eval", "q8", *common).out)
+    assert scored["identity"] == compared["candidate"]["identity"]
+    unrounded = json.loads(quantgate("eval", "q8", "--suite", "s.yaml", "--json").out)
+    assert unrounded["identity"] == compared["baseline"]["identity"]
+    assert Path(unrounded["path"]).parent != Path(scored["path"]).parent
+    for command in (("eval", "--suite", "s.yaml"), ("speed",), ("serve",)):
+        is_one_line(quantgate(*command, tiny_checkpoint, "--compute", "a8"), "it has none; quantize it first")
+        is_one_line(quantgate(*command, "w8a8", "--compute", "a16"), "it was quantized for int8 activations")
+        is_one_line(quantgate(*command, "q8", "--compute", "a4"), "compute 'a4' is unknown: use auto, a16, a8")
+
+
 def test_results_say_their_own_kv_dtype(quantgate, tmp_path: Path) -> None:
     for side in ("a", "b"):
         (tmp_path / side / "quality").mkdir(parents=True)

@@ -87,15 +87,34 @@ def test_a_campaign_ends_with_a_verdict_for_every_variant_and_a_second_run_repea
     for shown in ("int8", "gptq", "KV int8", "verdict", "quantgate ui", "report.html", "release approve|reject"):
         assert shown in table.out
 
-    campaign.write_text(campaign.read_text().replace("  gptq: {method: gptq, group_size: 32}\n", ""))
+    text = campaign.read_text().replace("  gptq: {method: gptq, group_size: 32}\n", "")
+    campaign.write_text(text.replace("{method: int8}", "{method: int8, compute: a8}"))
     without = quantgate("run", campaign, "--json")
-    assert json.loads(without.out)["variants"].keys() == {"baseline", "int8", "kv"}
+    changed = json.loads(without.out)["variants"]
+    assert changed.keys() == {"baseline", "int8", "kv"}
+    after = stamps(tmp_path / "runs")
+    written = {Path(path).relative_to(tmp_path / "runs/trial") for path in after if after[path] != before[path]}
+    assert written == {Path("variants/int8/quality/quality.json"), Path("variants/int8/speed/speed.json")}
+    assert changed["int8"]["run_id"] != document["variants"]["int8"]["run_id"], "a8 is another variant"
+    for measured, where in (("quality", "identity"), ("speed", "candidate")):
+        result = json.loads((tmp_path / f"runs/trial/variants/int8/{measured}/{measured}.json").read_text())
+        assert result[where]["compute"] == "a8"
     assert "gptq" not in (tmp_path / "runs/trial/report.html").read_text()
     assert (tmp_path / "runs/trial/variants/gptq/quality/quality.json").is_file(), "its results are kept"
 
     submitted = quantgate("release", "submit", "runs/trial/variants/int8", "--json")
     assert submitted.code == 0, submitted.err
     assert json.loads(submitted.out)["id"] == "trial-int8"
+
+
+def test_a8_of_a_baseline_without_quantized_weights_ends_before_anything_is_measured(
+    quantgate, campaign: Path, tmp_path: Path
+) -> None:
+    campaign.write_text(campaign.read_text().replace("kv_dtype: int8", "compute: a8"))
+    refused = quantgate("run", campaign)
+    assert refused.code == 1
+    assert "compute a8 rounds what quantized weights are multiplied with, and it has none" in refused.err
+    assert not list((tmp_path / "runs").rglob("quality.json"))
 
 
 def test_a_killed_campaign_goes_on_where_it_was(campaign: Path, tmp_path: Path) -> None:

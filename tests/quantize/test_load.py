@@ -24,7 +24,7 @@ from quantize import Recipe, quantize_checkpoint
 from quantize.errors import QuantizeError
 from quantize.formats.compressed_tensors import pack_weight
 from quantize.linear import QuantizedLinear
-from quantize.load import load_model, numerics
+from quantize.load import check_compute, load_model, numerics
 from quantize.scheme import Scheme, quantize_rtn
 
 IDS = torch.tensor([[5, 9, 17, 33, 2, 64]])
@@ -103,6 +103,41 @@ def test_dynamic_activations_are_reported(rounded):
     report = numerics(load_model(rounded(Scheme(8, activations="int8"))))
     assert report["compute"] == "a8"
     assert "int8-dynamic" in report["kernels"]["model.layers.1.mlp.down_proj"]
+
+
+def test_a8_is_asked_for_and_reported(rounded):
+    folder = rounded({"mlp": Scheme(4, 32, False), "self_attn": Scheme(8)})
+    plain, again, a8 = (load_model(folder, compute=compute) for compute in (None, "a16", "a8"))
+    assert torch.equal(logits(plain), logits(again))
+    assert not torch.equal(logits(plain), logits(a8))
+    report = numerics(a8)
+    assert report["compute"] == "a8"
+    assert {kernel for name, kernel in report["kernels"].items() if name != "lm_head"} <= {
+        "native-int4-a8",
+        "native-int8-a8",
+        "dequantize-a8",
+    }
+
+
+def test_some_linears_of_a_checkpoint_may_be_a8_by_themselves(rounded):
+    folder = rounded({"mlp": Scheme(4, 32), "self_attn": Scheme(8, activations="int8")})
+    assert numerics(load_model(folder))["compute"] == "a16+a8"
+    assert numerics(load_model(folder, compute="a8"))["compute"] == "a8"
+
+
+def test_a_compute_that_the_weights_cannot_have_is_refused_before_they_are_read(rounded, tiny_llama):
+    w8a8 = rounded(Scheme(8, activations="int8"))
+    assert torch.equal(logits(load_model(w8a8)), logits(load_model(w8a8, compute="a8")))
+    for refusing in (check_compute, lambda folder, compute: load_model(folder, compute=compute)):
+        with pytest.raises(
+            QuantizeError, match=f"{w8a8}: it was quantized for int8 activations.*leave out compute a16"
+        ):
+            refusing(w8a8, "a16")
+        with pytest.raises(QuantizeError, match=f"{tiny_llama}: compute a8 .* it has none; quantize it first"):
+            refusing(tiny_llama, "a8")
+    check_compute(tiny_llama, "a16")
+    check_compute(tiny_llama, "auto")
+    check_compute(w8a8, "a8")
 
 
 def test_a_quantized_head_is_untied(rounded, tiny_llama):

@@ -202,6 +202,8 @@ def test_bad_option_is_refused(tiny_model, options, message):
 
 
 def test_unknown_option_is_refused_by_name():
+    with pytest.raises(EvalError, match="compute 'a4' is unknown: use auto, a16, a8"):
+        Engine.from_checkpoint("nowhere", compute="a4")
     with pytest.raises(EvalError, match="unknown engine option blocksize"):
         Engine.from_checkpoint("nowhere", blocksize=3)
 
