@@ -20,7 +20,10 @@ from registry.variant import VariantRecord
 COLOURS = {"pass": "green", "fail": "red", "inconclusive": "yellow"}
 NO_FIGURE = "-"
 DTYPE_BITS = {"bfloat16": "16", "float16": "16", "float32": "32"}
-LEGEND = "second lines: paired difference from the baseline in points, or ratio to it (x)"
+LEGEND = (
+    "second lines: paired difference from the baseline in points, or ratio to it (x); a speed ratio is to the "
+    "baseline's run beside this one"
+)
 
 
 def summary_document(outcome: CampaignOutcome) -> dict[str, Any]:
@@ -68,14 +71,20 @@ def summary_table(outcome: CampaignOutcome) -> Table:
 
 
 def summary_lines(outcome: CampaignOutcome) -> list[str]:
-    """Where to look and how to decide."""
+    """What is doubtful, where to look and how to decide."""
     record = outcome.record
     # A release is named by the campaign's folder, wherever `output` put that.
-    first, *others = [candidate.name for candidate in record.candidates]
-    submit = f"quantgate release submit {_shown(record.directory)}/variants/{first}"
-    decide = f"quantgate release approve|reject {record.directory.absolute().name}-{first}"
-    more = f" (so for {', '.join(others)})" if others else ""
+    first, *others = record.candidates
+    release = f"{record.directory.absolute().name}-{first.name}"
+    submit = f"quantgate release submit {_shown(record.directory)}/variants/{first.name}"
+    override = "" if first.verdict == "pass" else ' --override "REASON"'
+    decide = f'quantgate release approve {release}{override} or quantgate release reject {release} --reason "REASON"'
+    more = f" (so for {', '.join(other.name for other in others)})" if others else ""
+    doubts = [
+        f"doubt about the speed of {variant.name}: {doubt}" for variant in record.candidates for doubt in variant.doubts
+    ]
     return [
+        *doubts,
         f"compare the variants:  quantgate ui   (MLflow on http://127.0.0.1:5000, store {outcome.tracking_uri})",
         f"read the report:       {_shown(outcome.report)}",
         f"approve or reject:     {submit}, then {decide}{more}",

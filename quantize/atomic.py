@@ -8,12 +8,14 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from quantize.errors import QuantizeError
 
+PRIVATE = 0o600
 NO_LOCKS_HERE = (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
 """What flock on a folder answers on network file systems without such locks; there the check is given up, not the
 work."""
@@ -44,6 +46,7 @@ def atomic_directory(
             if not resumable:
                 empty_directory(partial)
             yield partial
+            open_to_readers(partial)
             move_into_place(partial, out)
     except BaseException:
         if not resumable or (partial.is_dir() and not any(partial.iterdir())):
@@ -51,6 +54,15 @@ def atomic_directory(
         raise
     finally:
         os.close(lock)
+
+
+def open_to_readers(folder: Path) -> None:
+    """Files that their writer made private (safetensors does) get the mode that any new file has here."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) == PRIVATE:
+            file.chmod(0o666 & ~mask)
 
 
 def refuse_unwritable(out: Path, error: type[Exception] = QuantizeError) -> None:

@@ -98,6 +98,12 @@ class VariantRecord:
         return said if kept in (None, self.identity.get("dtype")) else [*said, f"KV {kept}"]
 
     @property
+    def doubts(self) -> list[str]:
+        """What speaks against believing the speed measurement, check by check."""
+        validity = (self.speed or {}).get("validity") or {}
+        return [f"{name}: {result}" for name, result in validity.items() if result != "pass"]
+
+    @property
     def verdict(self) -> str | None:
         return None if self.comparison is None else str(self.comparison["verdict"])
 

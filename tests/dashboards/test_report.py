@@ -96,6 +96,14 @@ def test_protocol_identity_integrity_validity_and_recipe_are_there(page: Page, c
     ):
         assert words in page.text
     assert "quantgate run CAMPAIGN.yaml" in page.text
+
+
+def test_a_doubt_about_a_speed_stands_beside_the_verdict(page: Page) -> None:
+    verdict = page.text.partition("Every candidate answered")[0]
+    assert "Doubt about its speed: quiet: warn: 12 % of a core was busy" in verdict
+
+
+def test_the_policy_s_limits_are_there(page: Page) -> None:
     assert "quality.*.acc margin 0.03 critical" in page.text
 
 

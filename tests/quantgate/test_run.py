@@ -84,7 +84,7 @@ def test_a_campaign_ends_with_a_verdict_for_every_variant_and_a_second_run_repea
     table = quantgate("run", campaign)
     assert table.code == 0, table.err
     assert stamps(tmp_path / "runs") == before
-    for shown in ("int8", "gptq", "KV int8", "verdict", "quantgate ui", "report.html", "release approve|reject"):
+    for shown in ("int8", "gptq", "KV int8", "verdict", "quantgate ui", "report.html", "release approve", "--reason"):
         assert shown in table.out
 
     text = campaign.read_text().replace("  gptq: {method: gptq, group_size: 32}\n", "")

@@ -20,6 +20,20 @@ def test_the_folder_appears_only_at_the_end(tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_a_file_that_its_writer_made_private_gets_the_mode_of_any_new_file(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with atomic_directory(tmp_path / "out") as folder:
+            (folder / "deep").mkdir()
+            for name in ("weights", "deep/weights"):
+                (folder / name).touch(0o600)
+            (folder / "readable").touch()
+    finally:
+        os.umask(before)
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    assert modes == {0o640}
+
+
 def fail_after(out, names, **options) -> None:
     """Work that writes some files and then fails."""
     with atomic_directory(out, **options) as folder:
