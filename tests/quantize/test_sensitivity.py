@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantize import QuantizeError, Recipe, load_model, quantize_checkpoint
+from quantize.linear import QuantizedLinear
 from quantize.mixed_precision import mixed_recipe
 from quantize.sensitivity import Sensitivity, measure_sensitivity
 
@@ -75,7 +76,7 @@ def test_a_loss_is_that_of_the_whole_model_with_only_that_part_rounded(fragile, 
     with torch.inference_mode():
         expected = original(ids).logits.log_softmax(-1)
         for name, module in whole.named_modules():
-            if part in f"{name}." and hasattr(module, "scheme"):
+            if part in f"{name}." and isinstance(module, QuantizedLinear):
                 original.get_submodule(name).weight.copy_(module(torch.eye(module.in_features)).T)
         found = original(ids).logits.log_softmax(-1)
     kl = (expected.exp() * (expected - found)).sum(-1).mean().item()

@@ -87,7 +87,7 @@ def test_empty_context_is_refused_by_its_index(tiny_model):
 
 def test_weights_that_are_not_finite_are_an_error(tiny_model):
     model = tiny_model("llama")
-    model.lm_head.weight.data[3] = torch.nan
     engine = Engine(model, None, EngineConfig(num_blocks=100))
+    model.lm_head.weight.data[3] = torch.nan
     with pytest.raises(EvalError, match="not finite"):
         engine.score([([1, 2], [3])])
