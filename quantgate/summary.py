@@ -81,7 +81,9 @@ def summary_lines(outcome: CampaignOutcome) -> list[str]:
     decide = f'quantgate release approve {release}{override} or quantgate release reject {release} --reason "REASON"'
     more = f" (so for {', '.join(other.name for other in others)})" if others else ""
     doubts = [
-        f"doubt about the speed of {variant.name}: {doubt}" for variant in record.candidates for doubt in variant.doubts
+        f"doubt about the speed of {variant.name}: {check}: {said}"
+        for variant in record.candidates
+        for check, said in variant.doubts.items()
     ]
     return [
         *doubts,

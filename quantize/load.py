@@ -39,12 +39,7 @@ def load_model(
     nothing here can load, tensors that the model needs and the checkpoint lacks, and a `compute` that it cannot have.
     """
     opened = Checkpoint.open(checkpoint)
-    quantization = quantization_of(opened)
-    model = build_on_meta(opened, dtype)
-    if quantization:
-        shape_as_stored(model, plain_names(opened))
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    stored = stored_linears(opened, linears) if quantization else {}
+    model, stored = _on_meta(opened, dtype)
     _refuse_compute(opened, stored, compute)
     if stored is None:
         return _load_through_transformers(opened, torch.device(device), dtype)
@@ -140,14 +135,18 @@ def expected_names(model: PreTrainedModel, stored: Mapping[str, StoredLinear]) -
 def check_compute(checkpoint: str | Path, compute: str) -> None:
     """Raises QuantizeError where `load_model` would for this `compute`, without reading a weight."""
     opened = Checkpoint.open(checkpoint)
-    stored: Mapping[str, StoredLinear] | None = {}
-    if quantization_of(opened):
-        model = build_on_meta(opened, None)
-        shape_as_stored(model, plain_names(opened))
-        stored = stored_linears(
-            opened, [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        )
-    _refuse_compute(opened, stored, compute)
+    _refuse_compute(opened, _on_meta(opened, None)[1], compute)
+
+
+def _on_meta(
+    opened: Checkpoint, dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, Mapping[str, StoredLinear] | None]:
+    """The model without weights, and its quantized linears by name; None: transformers must load them."""
+    model = build_on_meta(opened, dtype)
+    if not quantization_of(opened):
+        return model, {}
+    shape_as_stored(model, plain_names(opened))
+    return model, stored_linears(opened, [name for name, part in model.named_modules() if isinstance(part, nn.Linear)])
 
 
 def _refuse_compute(opened: Checkpoint, stored: Mapping[str, StoredLinear] | None, compute: str | None) -> None:

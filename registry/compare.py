@@ -176,10 +176,9 @@ def _findings(baseline: VariantRecord, candidate: VariantRecord, confidence: flo
     if timed != confidence:
         reason = f"{candidate.name}: speed intervals hold {timed:g}, the policy asks for {confidence:g}; measure again"
         findings.append(_finding("validity.confidence", True, reason))
-    for name, result in ((candidate.speed or {}).get("validity") or {}).items():
-        if str(result) != "pass":
-            doubt = f"{candidate.name}: speed validity {name}: {result}"
-            findings.append(_finding(f"validity.{name}", str(result).startswith("fail"), doubt))
+    for name, result in candidate.doubts.items():
+        doubt = f"{candidate.name}: speed validity {name}: {result}"
+        findings.append(_finding(f"validity.{name}", result.startswith("fail"), doubt))
     return findings
 
 

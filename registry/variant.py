@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eval.speed.validity import doubts_of
 from registry.errors import RegistryError
 from registry.json_files import document_digest, read_json
 
@@ -98,10 +99,9 @@ class VariantRecord:
         return said if kept in (None, self.identity.get("dtype")) else [*said, f"KV {kept}"]
 
     @property
-    def doubts(self) -> list[str]:
-        """What speaks against believing the speed measurement, check by check."""
-        validity = (self.speed or {}).get("validity") or {}
-        return [f"{name}: {result}" for name, result in validity.items() if result != "pass"]
+    def doubts(self) -> dict[str, str]:
+        """What speaks against believing the speed measurement, by check."""
+        return doubts_of((self.speed or {}).get("validity") or {})
 
     @property
     def verdict(self) -> str | None:

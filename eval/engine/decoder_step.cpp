@@ -83,13 +83,6 @@ class Barrier {
   alignas(64) std::atomic<unsigned> generation{0};
 };
 
-enum Form { AS_FP32, AS_BF16, AS_ONE_DIGIT, AS_TWO_DIGITS, AS_CODES, NUM_FORMS };
-
-inline Form form_of(const Linear& l) {
-  if (l.digits != 0) return l.digits == 1 ? AS_ONE_DIGIT : AS_TWO_DIGITS;
-  return l.kind == FP32 ? AS_FP32 : l.kind == BF16 ? AS_BF16 : AS_CODES;
-}
-
 // How many threads a step is worth. Tiny steps are over before a second thread has met the first. And where other processes
 // want the cores, each thread gets its own at another time, and both wait for each other at every phase: after two steps
 // in a row that lost half of their time so, a thread works alone for a while. No bit of the result depends on it.
@@ -115,6 +108,13 @@ class Team {
 
   int bad = 0, alone = 0;
 };
+
+enum Form { AS_FP32, AS_BF16, AS_ONE_DIGIT, AS_TWO_DIGITS, AS_CODES, NUM_FORMS };
+
+inline Form form_of(const Linear& l) {
+  if (l.digits != 0) return l.digits == 1 ? AS_ONE_DIGIT : AS_TWO_DIGITS;
+  return l.kind == FP32 ? AS_FP32 : l.kind == BF16 ? AS_BF16 : AS_CODES;
+}
 
 // A layer's tokens in every form that the linears after this point multiply.
 struct Forms {

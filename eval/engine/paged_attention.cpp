@@ -457,14 +457,15 @@ void attend(const Step& s, const Shape& shape, const Cache& cache, const Item& i
     for (int j = 0; j < count && !(in_place && shape.kv_dtype != INT8); j++) {
       const int64_t offset = offsets[now][j];
       float* key = few ? k + j * padded : one;
-      if (!in_place) keys_ahead.fetch(j), values_ahead.fetch(j);
-      if (in_place) {
-      } else if (d == padded) {
-        read_vectors<V>(values, offset, shape.kv_dtype, v + j * padded);
-        read_vectors<V>(keys, offset, shape.kv_dtype, key);
-      } else {
-        read_row(values, offset, shape.kv_dtype, d, padded, v + j * padded);
-        read_row(keys, offset, shape.kv_dtype, d, padded, key);
+      if (!in_place) {
+        keys_ahead.fetch(j), values_ahead.fetch(j);
+        if (d == padded) {
+          read_vectors<V>(values, offset, shape.kv_dtype, v + j * padded);
+          read_vectors<V>(keys, offset, shape.kv_dtype, key);
+        } else {
+          read_row(values, offset, shape.kv_dtype, d, padded, v + j * padded);
+          read_row(keys, offset, shape.kv_dtype, d, padded, key);
+        }
       }
       if (shape.kv_dtype == INT8) {
         key_scale[j] = cache.key_scales[offset / d];

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from eval.errors import EvalError
+from eval.speed.validity import doubts_of
 
 SPEED_FILE = "speed.json"
 
@@ -101,7 +102,7 @@ class SpeedResult:
     @property
     def warnings(self) -> dict[str, str]:
         """The validity checks that did not pass."""
-        return {check: said for check, said in self.validity.items() if said != "pass"}
+        return doubts_of(self.validity)
 
     @staticmethod
     def read(directory: Path) -> "SpeedResult":

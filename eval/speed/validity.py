@@ -24,6 +24,11 @@ QUEUE_GROWTH_MS = 250.0
 ENOUGH_PAIRS = 2
 
 
+def doubts_of(validity: Mapping[str, str]) -> dict[str, str]:
+    """The checks that did not pass, with what they said."""
+    return {check: said for check, said in validity.items() if said != PASS}
+
+
 def check_validity(
     blocks: Mapping[str, Sequence[Block]],
     request_records: Mapping[str, Sequence[Mapping[str, Any]]],
