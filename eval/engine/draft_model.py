@@ -12,10 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool
 from eval.engine.config import EngineConfig
-from eval.engine.decoder_step import DecoderStep, native_step
 from eval.engine.identity import checkpoint_digests, context_tokens, end_of_sequence_ids, vocabulary_size
 from eval.engine.kv_cache import KVCache
 from eval.engine.model_runner import ModelRunner
@@ -52,15 +50,10 @@ class DraftModel:
 
     def allocate(self, num_blocks: int, max_total_tokens: int) -> None:
         """Its cache: `num_blocks` blocks, for requests of up to `max_total_tokens`."""
-        config, dtype, device = self._config, self.model.dtype, self.model.device
+        model, block_size = self.model, self._config.block_size
         self.pool = BlockPool(num_blocks)
-        self.kv = KVCache.allocate(self._geometry, num_blocks, config.block_size, dtype, device)
-        backend = choose_backend(config.attention_backend, self._geometry.head_dim, dtype, dtype, device)
-        sizes = (config.max_num_seqs, config.max_batched_tokens, max_total_tokens)
-        native = native_step(self.model, self._seen, self.kv, backend, max_total_tokens)
-        self._runner = ModelRunner(
-            self.model, self.kv, backend, *sizes, native if isinstance(native, DecoderStep) else None
-        )
+        self.kv = KVCache.allocate(self._geometry, num_blocks, block_size, model.dtype, model.device)
+        self._runner = ModelRunner.of(model, self._seen, self.kv, self._config, max_total_tokens)
 
     def propose(self, requests: Sequence[Request]) -> None:
         """Give each request what this model would say next, one token of all of them per round. In the first round the

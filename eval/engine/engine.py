@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from eval.engine.backends import choose_backend
 from eval.engine.block_pool import BlockPool, root_hash
 from eval.engine.config import EngineConfig, compute_named
-from eval.engine.decoder_step import MAX_TOKENS, DecoderStep, native_step
 from eval.engine.draft_model import DraftModel
 from eval.engine.identity import (
     checkpoint_digests,
@@ -111,17 +109,7 @@ class Engine:
         if self._draft_model is not None:
             self._draft_model.allocate(num_blocks, self._context)
         self._native_linears = use_native_linears(model)
-        backend = choose_backend(config.attention_backend, geometry.head_dim, model.dtype, self._kv_dtype, model.device)
-        self._native_step = native_step(model, seen, self._kv, backend, self._context)
-        self._runner = ModelRunner(
-            model,
-            self._kv,
-            backend,
-            config.max_num_seqs,
-            config.max_batched_tokens,
-            self._context,
-            self._native_step if isinstance(self._native_step, DecoderStep) else None,
-        )
+        self._runner = ModelRunner.of(model, seen, self._kv, config, self._context)
         self._stop_ids = end_of_sequence_ids(model)
         self._requests: dict[str, list[Request]] = {}
         self._undelivered: list[StepOutput] = []
@@ -288,14 +276,6 @@ class Engine:
 
     # What the engine is
 
-    @property
-    def _steps(self) -> str:
-        if self._runner.native is None:
-            return f"module tree: {self._native_step}"
-        if self.config.max_batched_tokens > MAX_TOKENS:
-            return f"native up to {MAX_TOKENS} tokens, module tree above"
-        return "native"
-
     def identity(self) -> dict[str, Any]:
         """What decides the engine's numbers: two engines of equal identity give equal qualities."""
         numbers = numerics(self.model)
@@ -310,7 +290,7 @@ class Engine:
             "kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "kernels": counts,
             "attention_backend": self._runner.backend.name,
-            "steps": self._steps,
+            "steps": self._runner.steps,
             "engine_version": ENGINE_VERSION,
             "block_size": self.config.block_size,
             "max_num_seqs": self.config.max_num_seqs,

@@ -15,9 +15,13 @@ from transformers import PreTrainedModel
 
 from eval.engine import attention
 from eval.engine.attention import AttentionBackend, StepContext
+from eval.engine.backends import choose_backend
+from eval.engine.config import EngineConfig
 from eval.engine.decode_graphs import CannotRecord, DecodeGraphs, Record, on_its_way, record_cuda_graph
-from eval.engine.decoder_step import MAX_TOKENS, DecoderStep
+from eval.engine.decoder_plan import NotDescribed
+from eval.engine.decoder_step import MAX_TOKENS, DecoderStep, native_step
 from eval.engine.kv_cache import KVCache
+from eval.engine.probe import Probe
 from eval.engine.request import Request
 from eval.engine.scheduler import StepPlan
 
@@ -47,6 +51,13 @@ class _Ahead:
     chosen: list[int] | None = None
 
 
+def _steps(native: DecoderStep | NotDescribed | None, max_batched_tokens: int) -> str:
+    """What computes the steps, for the evidence."""
+    if not isinstance(native, DecoderStep):
+        return f"module tree: {native}"
+    return "native" if max_batched_tokens <= MAX_TOKENS else f"native up to {MAX_TOKENS} tokens, module tree above"
+
+
 class ModelRunner:
     """Row r of the tables belongs to the running request whose `row` is r; `_lengths[r]` is how many of its tokens are
     in the cache."""
@@ -59,14 +70,15 @@ class ModelRunner:
         max_num_seqs: int,
         max_batched_tokens: int,
         max_total_tokens: int,
-        native: DecoderStep | None = None,
+        native: DecoderStep | NotDescribed | None = None,
         record: Record | None = None,
     ):
-        """`native` runs the steps of up to its MAX_TOKENS tokens, the model's own modules the others. `record` makes
-        recordings of decode steps; None: CUDA graphs on a GPU, and none elsewhere."""
+        """`native` runs the steps of up to its MAX_TOKENS tokens, the model's own modules the others, or says why there
+        is none. `record` makes recordings of decode steps; None: CUDA graphs on a GPU, and none elsewhere."""
         self.model = model
         self.backend = backend
-        self.native = native
+        self.native = native if isinstance(native, DecoderStep) else None
+        self.steps = _steps(native, max_batched_tokens)
         self._kv = kv
         self._device = kv.device
         self._block_size = kv.block_size
@@ -85,6 +97,15 @@ class ModelRunner:
             self._graphs = DecodeGraphs(self._run_model, kv, max_num_seqs, self._tables.shape[1], record)
         self._ahead: _Ahead | None = None
         self._sampling_stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, seen: Probe, kv: KVCache, config: EngineConfig, max_total_tokens: int
+    ) -> "ModelRunner":
+        """With the attention backend that the config asks for, and the native step where the model has one."""
+        backend = choose_backend(config.attention_backend, seen.geometry.head_dim, model.dtype, kv.dtype, model.device)
+        native = native_step(model, seen, kv, backend, max_total_tokens)
+        return cls(model, kv, backend, config.max_num_seqs, config.max_batched_tokens, max_total_tokens, native)
 
     def execute(self, plan: StepPlan) -> StepLogits:
         """Compute the plan's tokens and the logits of the rows that are wanted, and of no others."""

@@ -112,7 +112,7 @@ def test_float32_greedy_tokens_are_transformers_own(architecture, tiny_model, ra
     prompts = random_prompts(7)
     expected = greedy_reference(tiny_model(architecture), prompts, 12)
     engine = engine_on(tiny_model(architecture), max_batched_tokens=64)
-    assert isinstance(engine._native_step, DecoderStep)
+    assert isinstance(engine._runner.native, DecoderStep)
     assert [completion.token_ids for completion in engine.generate(prompts, PARAMS)] == expected
 
 
@@ -368,5 +368,5 @@ def test_structs_lie_as_they_do_in_cpp(tmp_path):
 def test_weights_are_held_once(tiny_model):
     model = tiny_model("llama")
     engine = engine_on(model)
-    kept = {tensor.data_ptr() for tensor in engine._native_step._kept}
+    kept = {tensor.data_ptr() for tensor in engine._runner.native._kept}
     assert {p.data_ptr() for n, p in model.named_parameters() if "proj" in n} <= kept
