@@ -213,14 +213,9 @@ struct Int8 {
   template <int T, int B, int N, typename Out>
   inline void tile(const Digits<N>& x, int64_t token, int64_t block, const Out& out) const {
     const int64_t steps = x.padded / 4, groups = x.groups();
-    __m512 sum[T][B];
-    UNROLL for (int t = 0; t < T; ++t)
-      UNROLL for (int b = 0; b < B; ++b) sum[t][b] = _mm512_setzero_ps();
+    __m512 sum[T][B] = {};
     for (int64_t g = 0; g < groups; ++g) {
-      __m512i products[T][B][N];
-      UNROLL for (int t = 0; t < T; ++t)
-        UNROLL for (int b = 0; b < B; ++b)
-          UNROLL for (int n = 0; n < N; ++n) products[t][b][n] = _mm512_setzero_si512();
+      __m512i products[T][B][N] = {};
       const int64_t end = std::min((g + 1) * x.group / 4, steps);
       for (int64_t step = g * x.group / 4; step < end; ++step) {
         __m512i weight[B];
@@ -267,14 +262,9 @@ struct Int4 {
   inline void tile(const Digits<N>& x, int64_t token, int64_t block, const Out& out) const {
     const int64_t pairs = x.padded / 8, groups = x.groups(), weight_groups = (groups + spread - 1) / spread;
     const __m512i nibble = _mm512_set1_epi8(15);
-    __m512 sum[T][B];
-    UNROLL for (int t = 0; t < T; ++t)
-      UNROLL for (int b = 0; b < B; ++b) sum[t][b] = _mm512_setzero_ps();
+    __m512 sum[T][B] = {};
     for (int64_t g = 0; g < groups; ++g) {
-      __m512i products[T][B][N];
-      UNROLL for (int t = 0; t < T; ++t)
-        UNROLL for (int b = 0; b < B; ++b)
-          UNROLL for (int n = 0; n < N; ++n) products[t][b][n] = _mm512_setzero_si512();
+      __m512i products[T][B][N] = {};
       const int64_t end = std::min((g + 1) * x.group / 8, pairs);
       for (int64_t pair = g * x.group / 8; pair < end; ++pair) {
         __m512i even[B], odd[B];
@@ -328,9 +318,7 @@ struct DynamicInt8 {
   template <int T, int B, typename Out>
   inline void tile(const Codes& x, int64_t token, int64_t block, const Out& out) const {
     const int64_t steps = x.padded / 4;
-    __m512i sum[T][B];
-    UNROLL for (int t = 0; t < T; ++t)
-      UNROLL for (int b = 0; b < B; ++b) sum[t][b] = _mm512_setzero_si512();
+    __m512i sum[T][B] = {};
     for (int64_t step = 0; step < steps; ++step) {
       __m512i weight[B];
       UNROLL for (int b = 0; b < B; ++b) {
