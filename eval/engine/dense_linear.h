@@ -13,6 +13,8 @@
 #include <cstring>
 #include <vector>
 
+#include "../../quantize/kernels/cpu/linear.h"
+
 namespace dense {
 
 inline float from_bf16(uint16_t h) { uint32_t bits = (uint32_t)h << 16; float x; memcpy(&x, &bits, 4); return x; }
@@ -157,11 +159,6 @@ inline void turn_rows(const typename Kind::Element* w, int64_t inputs, int64_t r
     }
 }
 
-inline void store(float* out, __mmask16 lanes, __m512 value) { _mm512_mask_storeu_ps(out, lanes, value); }
-inline void store(uint16_t* out, __mmask16 lanes, __m512 value) {
-  _mm256_mask_storeu_epi16(out, lanes, (__m256i)_mm512_cvtneps_pbh(value));
-}
-
 // TOKENS tokens from `m` on against a turned piece of 16 * BLOCKS outputs from `n` on, `rows` of which there are.
 template <typename Kind, int TOKENS, int BLOCKS, typename Y>
 inline void turned_tile(const Problem<Kind, Y>& p, const uint32_t* turned, int64_t m, int64_t n, int64_t rows) {
@@ -191,8 +188,8 @@ inline void turned_tile(const Problem<Kind, Y>& p, const uint32_t* turned, int64
 #pragma GCC unroll 8
     for (int b = 0; b < BLOCKS; b++) {
       const int64_t left = rows - b * 16;
-      const __mmask16 lanes = left >= 16 ? 0xFFFF : left > 0 ? (1u << left) - 1 : 0;
-      store(p.y + (m + t) * p.stride + n + b * 16, lanes, sum[t][b]);
+      const __mmask16 lanes = linear::first_lanes(std::max<int64_t>(0, left));
+      linear::store(p.y + (m + t) * p.stride + n + b * 16, lanes, sum[t][b]);
     }
 }
 
