@@ -77,9 +77,9 @@ def summary_lines(outcome: CampaignOutcome) -> list[str]:
     first, *others = record.candidates
     release = f"{record.directory.absolute().name}-{first.name}"
     submit = f"quantgate release submit {_shown(record.directory)}/variants/{first.name}"
-    override = "" if first.verdict == "pass" else ' --override "REASON"'
-    decide = f'quantgate release approve {release}{override} or quantgate release reject {release} --reason "REASON"'
-    more = f" (so for {', '.join(other.name for other in others)})" if others else ""
+    approve = f"quantgate release approve {release}{_override(first)}"
+    reject = f'quantgate release reject {release} --reason "REASON"'
+    more = f" (so for {', '.join(other.name + _override(other) for other in others)})" if others else ""
     doubts = [
         f"doubt about the speed of {variant.name}: {check}: {said}"
         for variant in record.candidates
@@ -89,8 +89,13 @@ def summary_lines(outcome: CampaignOutcome) -> list[str]:
         *doubts,
         f"compare the variants:  quantgate ui   (MLflow on http://127.0.0.1:5000, store {outcome.tracking_uri})",
         f"read the report:       {_shown(outcome.report)}",
-        f"approve or reject:     {submit}, then {decide}{more}",
+        f"approve or reject:     {submit}, then {approve} or {reject}{more}",
     ]
+
+
+def _override(candidate: VariantRecord) -> str:
+    """What its approval needs beside its name."""
+    return "" if candidate.verdict == "pass" else ' --override "REASON"'
 
 
 def _row(variant: VariantRecord, tasks: list[str]) -> list[str | Text]:
