@@ -84,8 +84,8 @@ class Barrier {
 };
 
 // How many threads a step is worth. Tiny steps are over before a second thread has met the first. And where other processes
-// want the cores, each thread gets its own at another time, and both wait for each other at every phase: after two steps
-// in a row that lost half of their time so, a thread works alone for a while. No bit of the result depends on it.
+// want the cores, each thread gets its own at another time, and they wait for each other at every phase: after two steps
+// in a row that one thread would have done as fast, it works alone for a while. No bit of the result depends on it.
 class Team {
  public:
   int size(int threads, int64_t products) {
@@ -93,8 +93,10 @@ class Team {
     return alone > 0 ? --alone, 1 : threads;
   }
 
-  void judge(uint64_t ticks, uint64_t lost) {
-    if (2 * lost < ticks) {
+  // lost: the ticks that all threads waited, together. One thread alone would take as long as a step of which they lost
+  // (threads - 1) / threads.
+  void judge(uint64_t threads, uint64_t ticks, uint64_t lost) {
+    if (threads * lost < (threads - 1) * (threads - 1) * ticks) {
       bad = 0;
     } else if (++bad == 2) {
       alone = ALONE;
@@ -131,7 +133,7 @@ struct Forms {
     f.fp32 += token * l.inputs, f.bf16 += token * l.inputs;
     if (is_needed[AS_ONE_DIGIT]) f.one = one.from(token);
     if (is_needed[AS_TWO_DIGITS]) f.two = two.from(token);
-    f.codes.codes += token * l.padded, f.codes.scale += token;
+    if (is_needed[AS_CODES]) f.codes.codes += token * l.padded, f.codes.scale += token;
     return f;
   }
 
@@ -164,7 +166,7 @@ struct FormMemory {
   }
 
   Forms forms(const Linear* linears, int count, int64_t tokens) {
-    Forms f;
+    Forms f{};
     f.fp32 = fp32.data();
     f.bf16 = bf16.data();
     for (const Linear* l = linears; l < linears + count; l++) {
@@ -280,7 +282,8 @@ inline void multiply(const Linear& l, const Forms& forms, int64_t tokens, int64_
 }
 
 // From so many tokens on a thread takes its own tokens through all outputs instead of all tokens through its own outputs:
-// reading every weight on every core then costs less than handing activations from core to core.
+// reading every weight on every core then costs less than handing activations from core to core. Each has so many that
+// dense linears add as they do for all of them.
 constexpr int64_t OWN_TOKENS = 192;
 
 // This thread's part of linears with one input, whose outputs lie side by side in rows of `out`, in pieces whose weights
@@ -290,7 +293,7 @@ inline void multiply_all(const Work& work, const Linear* linears, int count, con
   constexpr int64_t PIECE = 6;
   int64_t total = 0;
   for (int i = 0; i < count; i++) total += linear::blocks_of(linears[i].outputs);
-  const bool own = tokens >= OWN_TOKENS;
+  const bool own = tokens >= std::max<int64_t>(OWN_TOKENS, dense::MANY * work.threads);
   const int64_t first = own ? work.begin(tokens) : 0, last = own ? work.end(tokens) : tokens;
   const int64_t begin = own ? 0 : work.begin(total), end = own ? total : work.end(total);
   int64_t before = 0;
@@ -494,5 +497,5 @@ extern "C" void decoder_step(const step::Model* model, const paged::Step* tables
     step::Work work{omp_get_thread_num(), omp_get_num_threads(), &s.barrier, {}};
     step::run(work, s, *model, *tables, positions, wanted, num_wanted, logits);
   }
-  if (threads > 1) s.team.judge(__rdtsc() - since, s.barrier.take_lost());
+  if (threads > 1) s.team.judge(threads, __rdtsc() - since, s.barrier.take_lost());
 }

@@ -212,6 +212,19 @@ def test_many_tokens_of_which_each_thread_takes_its_own(scheme, sizes, tiny_mode
     assert torch.equal(found[0], found[2])
 
 
+def test_a_thread_takes_its_own_tokens_only_where_they_are_enough_to_add_alike(tiny_model, random_prompts, threads):
+    """250 tokens are fewer than 24 for each of 16 threads."""
+    prompts = [prompt for prompt in random_prompts(20) if len(prompt) > 1]
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512).bfloat16()
+    found = []
+    for count in (1, 16):
+        threads(count)
+        engine = engine_on(model, max_batched_tokens=250, prefix_caching=False)
+        assert engine.identity()["steps"] == "native"
+        found.append(torch.cat(logits_of(engine, prompts)))
+    assert torch.equal(found[0], found[1])
+
+
 @pytest.mark.parametrize("compute", ["a16", "a8"])
 @pytest.mark.parametrize("scheme", [None, "int8", "int4 with zero points", "int8 activations"])
 def test_neither_threads_nor_companions_change_a_bit(scheme, compute, tiny_model, random_prompts, threads):
