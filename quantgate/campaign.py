@@ -104,6 +104,8 @@ def load_campaign(path: Path) -> Campaign:
             recipe, compute = campaign.recipe(name), campaign.numerics(name).compute
         except (QuantizeError, EvalError) as error:
             raise FrontDoorError(f"{path}:{line}: variants.{name}: {error}") from None
+        if recipe is None and campaign.numerics(name) == Numerics(compute="a16"):
+            raise FrontDoorError(f"{path}:{line}: variants.{name}: compute a16 of its own weights is the baseline")
         if recipe is not None and recipe.activations is not None and compute == "a16":
             said = f"activations: {recipe.activations} is compute a8; leave out either it or compute a16"
             raise FrontDoorError(f"{path}:{line}: variants.{name}: {said}")

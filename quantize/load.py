@@ -21,6 +21,7 @@ from quantize.as_stored import older_names, shape_as_stored
 from quantize.checkpoint import Checkpoint, one_line, whole_numbers
 from quantize.errors import QuantizeError
 from quantize.formats.choose import StoredLinear, quantization_of, stored_linears
+from quantize.kernels.native import DIGITS
 from quantize.linear import QuantizedLinear
 
 
@@ -150,6 +151,8 @@ def _on_meta(
 
 
 def _refuse_compute(opened: Checkpoint, stored: Mapping[str, StoredLinear] | None, compute: str | None) -> None:
+    if compute not in (None, "auto", *DIGITS):
+        raise QuantizeError(f"compute {compute!r} is unknown: use {', '.join(DIGITS)}")
     if compute == "a8" and stored is None:
         raise QuantizeError(f"{opened.path}: transformers runs it, which rounds as it will; leave out compute a8")
     if compute == "a8" and not stored:

@@ -6,8 +6,9 @@ from typing import Any
 
 from eval.engine.kv_cache import KV_DTYPES
 from eval.errors import EvalError
+from quantize.kernels.native import DIGITS
 
-COMPUTE_MODES = ("a16", "a8")
+COMPUTE_MODES = tuple(DIGITS)
 """How quantized weights meet their inputs: as they come, or rounded to 8 bits (see quantize.load.load_model)."""
 
 

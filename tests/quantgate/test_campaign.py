@@ -70,6 +70,7 @@ def test_every_numerics_has_options_a_folder_and_a_name_of_its_own() -> None:
             "activations: int8 is compute a8",
         ),
         (GOOD.replace("{method: int8}", "{method: bnb-nf4, compute: a8}"), 5, "bnb-nf4 rounds activations as its"),
+        (GOOD.replace("{method: int8}", "{compute: a16}"), 5, "compute a16 of its own weights is the baseline"),
         (GOOD.replace("{method: int8}", "{kv_dtype: auto}"), 5, "method: missing"),
         (GOOD.replace("{method: int8}", "{compute: auto}"), 5, "method: missing"),
         (GOOD.replace("{method: int8}", "{kv_dtype: int8, bits: 8}"), 5, "method: missing"),

@@ -135,6 +135,8 @@ def test_a_compute_that_the_weights_cannot_have_is_refused_before_they_are_read(
             refusing(w8a8, "a16")
         with pytest.raises(QuantizeError, match=f"{tiny_llama}: compute a8 .* it has none; quantize it first"):
             refusing(tiny_llama, "a8")
+        with pytest.raises(QuantizeError, match="compute 'a4' is unknown: use a16, a8"):
+            refusing(tiny_llama, "a4")
     check_compute(tiny_llama, "a16")
     check_compute(tiny_llama, "auto")
     check_compute(w8a8, "a8")
