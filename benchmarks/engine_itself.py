@@ -30,6 +30,7 @@ from eval.speed.machine import CpuMeter, foreign_cores_now, measure_read_bandwid
 from eval.speed.prompts import PromptSource, shipped_text
 from quantgate.source import resolve_checkpoint
 from quantize import Recipe, load_model, quantize_checkpoint
+from quantize.atomic import atomic_directory
 from quantize.home import home
 
 RESULTS = Path(__file__).parent / "results"
@@ -98,11 +99,10 @@ def bandwidth(folder: Path, quantized: bool) -> dict[str, Any]:
 def random_model(folder: Path, quantized: bool) -> Path:
     """A checkpoint of SHAPE, made once and kept; 2.2 GB, quantized 1.2."""
     plain, int8 = folder / "random-1b", folder / "random-1b-int8"
-    if not (plain / "config.json").exists():
+    if not plain.exists():
         torch.manual_seed(0)
-        torch.set_default_dtype(torch.bfloat16)
-        LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(plain)
-        torch.set_default_dtype(torch.float32)
+        with atomic_directory(plain) as unfinished:
+            LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), dtype=torch.bfloat16).save_pretrained(unfinished)
     if quantized and not int8.exists():
         quantize_checkpoint(plain, Recipe.from_mapping(INT8), int8)
     return int8 if quantized else plain
@@ -299,10 +299,15 @@ def main() -> None:
     document: dict[str, Any] = {"rows": {}}
     if options.out.exists():
         document = json.loads(options.out.read_text(encoding="utf-8"))
-    document |= {"checkpoint": options.checkpoint, "cores": usable_cores(), "torch_threads": torch.get_num_threads()}
+    circumstances = {
+        "checkpoint": options.checkpoint,
+        "cores": usable_cores(),
+        "torch_threads": torch.get_num_threads(),
+    }
     for name in options.only:
         busy = round(foreign_cores_now(), 2)
-        row = {"measured": time.strftime("%Y-%m-%d %H:%M"), "foreign_cores_before": busy, **measurements[name]()}
+        row = {"measured": time.strftime("%Y-%m-%d %H:%M"), **circumstances, "foreign_cores_before": busy}
+        row |= measurements[name]()
         row |= {"limit": f"{BARS[name][1]} {BARS[name][2]}", "kept": is_kept(name, row[BARS[name][0]])}
         document["rows"][name] = row
         options.out.parent.mkdir(exist_ok=True)
