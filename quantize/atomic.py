@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantize.errors import QuantizeError
@@ -57,12 +57,13 @@ def atomic_directory(
 
 
 def open_to_readers(folder: Path) -> None:
-    """Files that their writer made private (safetensors does) get the mode that any new file has here."""
-    mask = os.umask(0)
-    os.umask(mask)
+    """Files that their writer made private (safetensors does) get the mode that any new file has here, which the
+    folder's own tells; where the file system allows it."""
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for file in folder.rglob("*"):
         if file.is_file() and not file.is_symlink() and stat.S_IMODE(file.stat().st_mode) == PRIVATE:
-            file.chmod(0o666 & ~mask)
+            with suppress(PermissionError):
+                file.chmod(mode)
 
 
 def refuse_unwritable(out: Path, error: type[Exception] = QuantizeError) -> None:

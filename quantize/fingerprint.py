@@ -15,9 +15,10 @@ from quantize.calibration import Calibration
 from quantize.checkpoint import Checkpoint
 from quantize.errors import QuantizeError
 from quantize.manifest import MANIFEST, Manifest
+from quantize.native_build import native_compiler
 from quantize.recipe import Recipe
 
-REVISION = 7
+REVISION = 8
 """Raised whenever a change of the code gives other bytes for the same recipe, so that old work is not continued."""
 
 
@@ -41,6 +42,7 @@ def fingerprint(
         "calibration": calibration.digest if calibration else None,
         "versions": versions(),
         "device": device.type,
+        "native": native_compiler(),
         "library": list(library),
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=False).encode()).hexdigest()
