@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from registry.errors import RegistryError
 
@@ -35,19 +36,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` (UTF-8) to `path`, atomically; RegistryError if the disk refuses."""
-    temporary: str | None = None
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        with temporary.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise RegistryError(
             f"{path}: cannot be written ({error.strerror or error}); free space or choose another place"
         ) from None
