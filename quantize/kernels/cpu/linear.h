@@ -55,7 +55,8 @@ inline __m512 load(const uint16_t* bf16, __mmask16 lanes) {
 }
 inline __m512 load(const float* values, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, values); }
 
-// Into the second cache: where a tile's weights end, those of the next begin.
+// Into the second cache: where a tile's weights end, those of the next begin. One token meets every byte once, in one
+// stream, which the processor fetches by itself, and better.
 inline void fetch(const void* at) { _mm_prefetch((const char*)at, _MM_HINT_T1); }
 
 inline __m512i broadcast_step(const void* step) {
@@ -207,6 +208,7 @@ inline void to_codes(const Float* x, int64_t inputs, const Codes& codes, int64_t
 // int8 codes, one scale per output. Stored as code + 128, since the instruction multiplies unsigned by signed; the excess,
 // 128 times the sum of the inputs, is taken off again, exactly.
 struct Int8 {
+  static constexpr int STREAMS = 1;  // blocks in a tile of a token of one digit
   const uint8_t* codes;  // [blocks][padded / 4][16][4]
   const float* scale;    // [blocks][16]
 
@@ -222,7 +224,7 @@ struct Int8 {
         UNROLL for (int b = 0; b < B; ++b) {
           const uint8_t* at = codes + ((block + b) * steps + step) * 64;
           weight[b] = _mm512_loadu_si512(at);
-          fetch(at + B * steps * 64);
+          if constexpr (T > 1) fetch(at + B * steps * 64);
         }
         UNROLL for (int t = 0; t < T; ++t) {
           const int64_t at = (token + t) * x.padded + step * 4;
@@ -253,6 +255,7 @@ struct Int8 {
 // group's inputs, and the zero point, are taken off exactly.
 template <typename Scale>  // bf16 or float32, as stored
 struct Int4 {
+  static constexpr int STREAMS = 2;  // its nibbles take longer to part than to read
   const uint8_t* nibbles;    // [blocks][padded / 8][16][4], low nibbles first
   const Scale* scale;        // [blocks][weight groups][16]
   const int8_t* zero_point;  // likewise, or null
@@ -324,7 +327,7 @@ struct DynamicInt8 {
       UNROLL for (int b = 0; b < B; ++b) {
         const int8_t* at = codes + ((block + b) * steps + step) * 64;
         weight[b] = _mm512_loadu_si512(at);
-        fetch(at + B * steps * 64);
+        if constexpr (T > 1) fetch(at + B * steps * 64);
       }
       UNROLL for (int t = 0; t < T; ++t) {
         const __m512i four = broadcast_step(x.codes + (token + t) * x.padded + step * 4);
@@ -363,12 +366,12 @@ inline void tiles_of(const Kernel& kernel, const X& x, int64_t tokens, int64_t b
 }
 
 // Blocks [begin, end) of the outputs for all tokens. How many tokens and blocks make a tile, by measurement: one token is
-// bound by memory, which likes one stream; more are bound by what fits into 32 registers of sums and digits.
+// bound by memory, which likes one stream; several are bound by what fits into 32 registers of sums and digits.
 template <typename Kernel, typename Out>
 inline void some_blocks(const Kernel& kernel, const Digits<1>& x, int64_t tokens, int64_t begin, int64_t end,
                         const Out& out) {
   if (tokens == 1)
-    tiles_of<1, 2>(kernel, x, tokens, begin, end, out);
+    tiles_of<1, Kernel::STREAMS>(kernel, x, tokens, begin, end, out);
   else
     tiles_of<8, 2>(kernel, x, tokens, begin, end, out);
 }
@@ -388,7 +391,7 @@ template <typename Out>
 inline void some_blocks(const DynamicInt8& kernel, const Codes& x, int64_t tokens, int64_t begin, int64_t end,
                         const Out& out) {
   if (tokens == 1)
-    tiles_of<1, 2>(kernel, x, tokens, begin, end, out);
+    tiles_of<1, 1>(kernel, x, tokens, begin, end, out);
   else
     tiles_of<6, 3>(kernel, x, tokens, begin, end, out);
 }
