@@ -4,7 +4,7 @@ Every side gets the same checkpoint and the same calibration tokens (the first 6
 are those of one process from its start to the checkpoint on the disk, imports and loading included: for ours
 `quantgate quantize`, for a peer the driver in the library's own environment. Every side runs once on two short windows
 first, so that code compiled on first use is compiled. The sides then alternate, in one order and in the reverse,
-`--repeats` times, but those named by `--once` only in the last round; every time is kept, and their median. Perplexity
+`--repeats` times, but those named by `--once` only in the first round; every time is kept, and their median. Perplexity
 follows wikitext2_perplexity.py and is measured anew only where the weights differ. What foreign processes computed
 meanwhile stands beside each time. The file is written after every row, so a killed run keeps what it has. Run: python
 benchmarks/quantize_peers.py --data-dir DIR, after `quantgate external install` of llmcompressor and gptqmodel;
@@ -215,7 +215,7 @@ def main() -> None:
         bench = Bench(checkpoint, text, folder, options.samples, options.sequence_length)
         for number in range(options.repeats):
             for side in sides if number % 2 == 0 else reversed(sides):
-                if side.is_among(options.once) and number < options.repeats - 1:
+                if number and side.is_among(options.once):
                     continue
                 row = document["rows"][side.name]
                 repeat(bench, side, row, options.data_dir, windows)
