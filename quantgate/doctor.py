@@ -112,7 +112,7 @@ def _kernels() -> list[Finding]:
         fast = name.startswith(("native", "triton"))
         needs = "Triton and an NVIDIA GPU, Ampere or newer"
         if device.type == "cpu":
-            needs = "a C++ compiler and AVX-512 with BF16 and VNNI"
+            needs = "a C++ compiler, and AVX-512 with BF16 and VNNI or AVX2"
         remedy = "" if fast else f"slower than it could be: needs {needs}"
         findings.append(Finding(f"kernel for {what}", name, fast, remedy))
     return findings

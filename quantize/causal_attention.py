@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from quantize.kernels.native import cpu_is_supported
+from quantize.kernels.native import has_avx512
 from quantize.native_build import load_native
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -70,7 +70,7 @@ def is_plain_causal(
         and query.shape[1] % key.shape[1] == 0
         and (enable_gqa or query.shape[1] == key.shape[1])
         and query.shape[3] % 16 == 0
-        and cpu_is_supported()
+        and has_avx512()
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quantize.kernels.native import cpu_is_supported
+from quantize.kernels.native import has_avx512
 from quantize.native_build import load_native
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -31,7 +31,7 @@ class Gram:
     def add(self, activations: torch.Tensor, importance: torch.Tensor | None = None) -> None:
         """`activations` [..., K]; `importance` float32 [tokens] weighs each token's square."""
         rows = activations.reshape(-1, activations.shape[-1])
-        library = load_native(SOURCE) if rows.is_cpu and rows.dtype == torch.bfloat16 and cpu_is_supported() else None
+        library = load_native(SOURCE) if rows.is_cpu and rows.dtype == torch.bfloat16 and has_avx512() else None
         self._weight += rows.shape[0] if importance is None else float(importance.sum())
         if importance is not None:
             add_in_blocks(self._sum, rows.float() * importance.sqrt()[:, None])

@@ -2,7 +2,8 @@
 
 The one idea: plain C symbols through ctypes need neither torch's headers (a minute of compilation) nor its ABI; the
 library is kept per source (with what it includes by quotes), compiler and instruction set, so that a shared home folder
-serves different machines.
+serves different machines. `QUANTGATE_NATIVE=avx2` builds for a machine that has AVX2 and no more, `QUANTGATE_NATIVE=0`
+nothing at all.
 """
 
 import ctypes
@@ -26,8 +27,7 @@ INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 
 @cache
 def load_native(source: Path) -> ctypes.CDLL | None:
-    """The library of `source`, or None, with one warning, where it cannot be built. `QUANTGATE_NATIVE=0` turns it
-    off."""
+    """The library of `source`, or None, with one warning, where it cannot be built."""
     if os.environ.get("QUANTGATE_NATIVE") == "0":
         return None
     compiler = native_compiler()
@@ -53,9 +53,15 @@ def native_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
+def avx2_is_enough() -> bool:
+    """Whether AVX-512 is left unused although the machine may have it."""
+    return os.environ.get("QUANTGATE_NATIVE") == "avx2"
+
+
 def _build(source: Path, compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = "\0".join([*_texts(source), version, *FLAGS, platform.machine(), _instruction_sets()])
+    flags = [*FLAGS, "-march=x86-64-v3" if avx2_is_enough() else "-march=native"]
+    key = "\0".join([*_texts(source), version, *flags, platform.machine(), _instruction_sets()])
     folder = home() / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
@@ -64,7 +70,7 @@ def _build(source: Path, compiler: str) -> Path:
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 built = Path(temporary) / library.name
-                command = [compiler, *FLAGS, "-march=native", "-o", str(built), str(source)]
+                command = [compiler, *flags, "-o", str(built), str(source)]
                 subprocess.run(command, capture_output=True, text=True, check=True)
                 built.replace(library)
     return library

@@ -195,8 +195,8 @@ inline void convert(const float* row, int64_t token, int64_t inputs, int64_t fro
   if (forms.is_needed[AS_FP32]) memcpy(forms.fp32 + token * inputs + from, row + from, (to - from) * sizeof(float));
   if (forms.is_needed[AS_BF16]) {
     uint16_t* out = forms.bf16 + token * inputs;
-    for (int64_t k = from; k < to; k += 16) linear::store(out + k, linear::first_lanes(to - k),
-                                                          linear::load(row + k, linear::first_lanes(to - k)));
+    for (int64_t k = from; k < to; k += 16)
+      lanes::store(out + k, lanes::first_lanes(to - k), lanes::load(row + k, lanes::first_lanes(to - k)));
   }
   const auto to_digits = [&](const auto& digits) {
     linear::to_digits(row, inputs, digits, token, from / digits.group, (to + digits.group - 1) / digits.group);
@@ -229,12 +229,12 @@ inline void prepare(Work& work, int64_t tokens, int64_t inputs, const Forms& for
 }
 
 inline float inverse_root(const float* x, int64_t n, float eps) {
-  __m512 sum = _mm512_setzero_ps();
+  lanes::Floats squares = lanes::no_floats();
   for (int64_t k = 0; k < n; k += 16) {
-    const __m512 v = linear::load(x + k, linear::first_lanes(n - k));
-    sum = _mm512_fmadd_ps(v, v, sum);
+    const lanes::Floats v = lanes::load(x + k, lanes::first_lanes(n - k));
+    squares = lanes::multiply_add(v, v, squares);
   }
-  return 1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / n + eps);
+  return 1.0f / std::sqrt(lanes::sum(squares) / n + eps);
 }
 
 inline void normalise(float* x, int64_t n, const Norm& norm) {

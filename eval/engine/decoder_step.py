@@ -97,7 +97,7 @@ class DecoderStep:
     def __init__(self, plan: DecoderPlan, embed: nn.Module, kv: KVCache):
         library = load_native(SOURCE) if cpu_is_supported() else None
         if library is None:
-            raise NotDescribed("no AVX-512 with BF16 and VNNI, or no compiler")
+            raise NotDescribed("neither AVX-512 with BF16 and VNNI nor AVX2, or no compiler")
         self._run = library.decoder_step
         pointer = ctypes.c_void_p
         self._run.argtypes = (pointer, pointer, pointer, pointer, pointer, ctypes.c_int64, pointer)

@@ -1,12 +1,6 @@
 // The bfloat16 linears of dense_linear.h behind plain C symbols, with threads.
 
-#include <cstdint>
-
-#ifdef __AVX512BF16__
-
 #include "dense_linear.h"
-
-extern "C" int32_t dense_linear_supported() { return 1; }
 
 // x [tokens, inputs], w [outputs, inputs], bias [outputs] or null, y [tokens, outputs]: all bfloat16.
 extern "C" void dense_linear(const uint16_t* x, const uint16_t* w, const uint16_t* bias, uint16_t* y, int64_t tokens,
@@ -31,11 +25,3 @@ extern "C" void dense_linear(const uint16_t* x, const uint16_t* w, const uint16_
     }
   }
 }
-
-#else
-
-extern "C" int32_t dense_linear_supported() { return 0; }
-extern "C" void dense_linear(const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, int64_t, int64_t, int64_t,
-                             int32_t) {}
-
-#endif

@@ -2,63 +2,50 @@
 // One idea: for few tokens the weights' way from memory is the cost, so a weight meets all tokens while it is in a register,
 // and sums are added across lanes at the end. For many tokens the products are the cost: a piece of W that stays in the
 // second cache is turned so that 16 outputs are the 16 lanes of a register, and nothing is summed across lanes.
-// bfloat16: vdpbf16ps with exact products; float32: fused multiply-add; one rounding at the end.
+// bfloat16: exact products; float32: fused multiply-add; one rounding at the end.
 
 #pragma once
-
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "../../quantize/kernels/cpu/linear.h"
+#include "../../quantize/kernels/cpu/lanes.h"
 
 namespace dense {
+
+using namespace lanes;
 
 inline float from_bf16(uint16_t h) { uint32_t bits = (uint32_t)h << 16; float x; memcpy(&x, &bits, 4); return x; }
 
 inline void write(float* out, float value) { *out = value; }
-inline void write(uint16_t* out, float value) {
-  const __m128bh rounded = _mm_cvtneps_pbh(_mm_set_ss(value));
-  memcpy(out, &rounded, 2);
-}
-
-// The sums of 16 vectors, one per lane: lane i is the sum of v[ORDER[i]].
-inline __m512 sums_of(const __m512* v) {
-  __m512 a[8], b[4], c[2];
-  for (int i = 0; i < 8; i++)  // pairs (i, i + 8): per 128 bits, lanes 0 2 from v[i] and 1 3 from v[i + 8]
-    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[i], v[i + 8]), _mm512_unpackhi_ps(v[i], v[i + 8]));
-  for (int i = 0; i < 4; i++)  // per 128 bits: v[i], v[i + 8], v[i + 4], v[i + 12]
-    b[i] = _mm512_add_ps(_mm512_shuffle_ps(a[i], a[i + 4], 0x44), _mm512_shuffle_ps(a[i], a[i + 4], 0xee));
-  for (int i = 0; i < 2; i++)  // 128-bit lanes of b[i] and b[i + 2], each halved
-    c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[i], b[i + 2], 0x88), _mm512_shuffle_f32x4(b[i], b[i + 2], 0xdd));
-  // 128-bit lanes: b[0], b[2], b[1], b[3]
-  return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
-}
-
-constexpr int ORDER[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+inline void write(uint16_t* out, float value) { *out = to_bf16(value); }
 
 struct Bf16 {
   using Element = uint16_t;
-  using Vector = __m512bh;
-  static constexpr int WIDTH = 32, STEP = 2;  // elements in a register, and in one of its 16 lanes
-  static Vector load(const Element* p) { return (Vector)_mm512_loadu_si512(p); }
-  static Vector load_tail(const Element* p, int64_t count) {
-    return (Vector)_mm512_maskz_loadu_epi16((1u << count) - 1, p);
-  }
-  static __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_dpbf16_ps(sum, a, b); }
+  using Vector = Ints;
+  static constexpr int WIDTH = 32, STEP = 2;  // elements in a vector, and in one of its 16 lanes
+  static Vector load(const Element* p) { return load_bits(p); }
+  static Vector repeat(int32_t lane) { return all(lane); }
+  static Floats add(Floats sum, Vector a, Vector b) { return add_bf16_products(sum, a, b); }
 };
 
 struct Fp32 {
   using Element = float;
-  using Vector = __m512;
+  using Vector = Floats;
   static constexpr int WIDTH = 16, STEP = 1;
-  static Vector load(const Element* p) { return _mm512_loadu_ps(p); }
-  static Vector load_tail(const Element* p, int64_t count) { return _mm512_maskz_loadu_ps((1u << count) - 1, p); }
-  static __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_fmadd_ps(a, b, sum); }
+  static Vector load(const Element* p) { return lanes::load(p); }
+  static Vector repeat(int32_t lane) { return from_bits(all(lane)); }
+  static Floats add(Floats sum, Vector a, Vector b) { return multiply_add(a, b, sum); }
 };
+
+template <typename Kind>
+inline typename Kind::Vector load_tail(const typename Kind::Element* p, int64_t count) {
+  typename Kind::Element padded[Kind::WIDTH] = {};
+  std::copy_n(p, count, padded);
+  return Kind::load(padded);
+}
 
 // x [tokens, inputs], rows as far apart as they are long; y [tokens, outputs], rows `stride` apart.
 template <typename Kind, typename Y>
@@ -72,9 +59,9 @@ struct Problem {
 template <typename Kind, int TOKENS, int ROWS, typename Y>
 inline void tile(const Problem<Kind, Y>& p, int64_t m, int64_t n) {
   constexpr int VECTORS = (ROWS * TOKENS + 15) / 16;
-  __m512 sum[16 * VECTORS];
+  Floats sum[16 * VECTORS];
 #pragma GCC unroll 32
-  for (int i = 0; i < 16 * VECTORS; i++) sum[i] = _mm512_setzero_ps();
+  for (int i = 0; i < 16 * VECTORS; i++) sum[i] = no_floats();
   const auto* x = p.x + m * p.inputs;
   const auto* w = p.w + n * p.inputs;
   int64_t k = 0;
@@ -96,16 +83,16 @@ inline void tile(const Problem<Kind, Y>& p, int64_t m, int64_t n) {
   if (k < p.inputs)
     for (int r = 0; r < ROWS; r++)
       for (int t = 0; t < TOKENS; t++)
-        sum[r * TOKENS + t] = Kind::add(sum[r * TOKENS + t], Kind::load_tail(w + r * p.inputs + k, p.inputs - k),
-                                        Kind::load_tail(x + t * p.inputs + k, p.inputs - k));
+        sum[r * TOKENS + t] = Kind::add(sum[r * TOKENS + t], load_tail<Kind>(w + r * p.inputs + k, p.inputs - k),
+                                        load_tail<Kind>(x + t * p.inputs + k, p.inputs - k));
 #pragma GCC unroll 2
   for (int v = 0; v < VECTORS; v++) {
-    float lanes[16];
-    _mm512_storeu_ps(lanes, sums_of(sum + 16 * v));
+    float total[16];
+    sums_of(sum + 16 * v, total);
 #pragma GCC unroll 16
     for (int lane = 0; lane < 16; lane++) {
       const int i = 16 * v + ORDER[lane];
-      if (i < ROWS * TOKENS) write(p.y + (m + i % TOKENS) * p.stride + n + i / TOKENS, lanes[lane]);
+      if (i < ROWS * TOKENS) write(p.y + (m + i % TOKENS) * p.stride + n + i / TOKENS, total[lane]);
     }
   }
 }
@@ -117,45 +104,21 @@ void strip(const Problem<Kind, Y>& p, int64_t m, int64_t begin, int64_t end) {
   for (; n < end; n++) tile<Kind, TOKENS, 1>(p, m, n);
 }
 
-// 16 rows of 16 lanes each, turned: lane i of row j becomes lane j of row i.
-inline void turn(__m512i* r) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)  // columns i, i + 1, i + 2, i + 3 of four rows, in each 128 bits
-    for (int j = 0; j < 2; j++) {
-      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-  for (int i = 0; i < 4; i++) {
-    const __m512i a = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88), b = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    const __m512i c = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    const __m512i d = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    t[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-    t[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
-    t[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
-  }
-  for (int i = 0; i < 16; i++) r[i] = t[i];
-}
-
 // `rows` rows of W from `n` on as [steps][blocks][16] lanes, zeros where there is no row.
 template <typename Kind>
 inline void turn_rows(const typename Kind::Element* w, int64_t inputs, int64_t rows, int64_t blocks, uint32_t* out) {
   const int64_t steps = inputs / Kind::STEP;
   for (int64_t block = 0; block < blocks; block++)
     for (int64_t step = 0; step < steps; step += 16) {
-      const __mmask16 lanes = steps - step >= 16 ? 0xFFFF : (1u << (steps - step)) - 1;
-      __m512i r[16];
+      const Mask there = first_lanes(steps - step);
+      Floats r[16];  // bits that are only moved
       for (int i = 0; i < 16; i++)
         r[i] = block * 16 + i < rows
-                   ? _mm512_maskz_loadu_epi32(lanes, w + (block * 16 + i) * inputs + step * Kind::STEP)
-                   : _mm512_setzero_si512();
+                   ? lanes::load((const float*)(w + (block * 16 + i) * inputs + step * Kind::STEP), there)
+                   : no_floats();
       turn(r);
       for (int i = 0; i < 16 && step + i < steps; i++)
-        _mm512_storeu_si512(out + ((step + i) * blocks + block) * 16, r[i]);
+        store((float*)(out + ((step + i) * blocks + block) * 16), first_lanes(16), r[i]);
     }
 }
 
@@ -163,22 +126,22 @@ inline void turn_rows(const typename Kind::Element* w, int64_t inputs, int64_t r
 template <typename Kind, int TOKENS, int BLOCKS, typename Y>
 inline void turned_tile(const Problem<Kind, Y>& p, const uint32_t* turned, int64_t m, int64_t n, int64_t rows) {
   const int64_t steps = p.inputs / Kind::STEP;
-  __m512 sum[TOKENS][BLOCKS];
+  Floats sum[TOKENS][BLOCKS];
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; t++)
 #pragma GCC unroll 8
-    for (int b = 0; b < BLOCKS; b++) sum[t][b] = _mm512_setzero_ps();
+    for (int b = 0; b < BLOCKS; b++) sum[t][b] = no_floats();
   const auto* x = p.x + m * p.inputs;
   for (int64_t step = 0; step < steps; step++) {
     typename Kind::Vector weight[BLOCKS];
 #pragma GCC unroll 8
     for (int b = 0; b < BLOCKS; b++)
-      weight[b] = (typename Kind::Vector)_mm512_loadu_si512(turned + (step * BLOCKS + b) * 16);
+      weight[b] = Kind::load((const typename Kind::Element*)(turned + (step * BLOCKS + b) * 16));
 #pragma GCC unroll 8
     for (int t = 0; t < TOKENS; t++) {
       int32_t lane;
       memcpy(&lane, x + t * p.inputs + step * Kind::STEP, 4);
-      const auto token = (typename Kind::Vector)_mm512_set1_epi32(lane);
+      const auto token = Kind::repeat(lane);
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; b++) sum[t][b] = Kind::add(sum[t][b], weight[b], token);
     }
@@ -188,14 +151,13 @@ inline void turned_tile(const Problem<Kind, Y>& p, const uint32_t* turned, int64
 #pragma GCC unroll 8
     for (int b = 0; b < BLOCKS; b++) {
       const int64_t left = rows - b * 16;
-      const __mmask16 lanes = linear::first_lanes(std::max<int64_t>(0, left));
-      linear::store(p.y + (m + t) * p.stride + n + b * 16, lanes, sum[t][b]);
+      store(p.y + (m + t) * p.stride + n + b * 16, first_lanes(std::max<int64_t>(0, left)), sum[t][b]);
     }
 }
 
 template <typename Kind, typename Y>
 void many_tokens(const Problem<Kind, Y>& p, int64_t tokens, int64_t begin, int64_t end) {
-  constexpr int BLOCKS = 3, TOKENS = 8;
+  constexpr int BLOCKS = WIDE ? 3 : 1, TOKENS = WIDE ? 8 : 4;
   static thread_local std::vector<uint32_t> memory;
   memory.resize(p.inputs / Kind::STEP * BLOCKS * 16 + 16);
   uint32_t* turned = (uint32_t*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
@@ -217,14 +179,14 @@ void some_outputs(const Problem<Kind, Y>& p, int64_t tokens, int64_t begin, int6
   if (tokens >= MANY && p.inputs % Kind::STEP == 0) return many_tokens(p, tokens, begin, end);
   using Strip = void (*)(const Problem<Kind, Y>&, int64_t, int64_t, int64_t);
   static constexpr Strip STRIPS[9] = {nullptr,
-                                      strip<Kind, 1, 8, Y>,
-                                      strip<Kind, 2, 8, Y>,
-                                      strip<Kind, 3, 8, Y>,
-                                      strip<Kind, 4, 6, Y>,
-                                      strip<Kind, 5, 4, Y>,
-                                      strip<Kind, 6, 4, Y>,
-                                      strip<Kind, 7, 3, Y>,
-                                      strip<Kind, 8, 3, Y>};
+                                      strip<Kind, 1, WIDE ? 8 : 4, Y>,
+                                      strip<Kind, 2, WIDE ? 8 : 2, Y>,
+                                      strip<Kind, 3, WIDE ? 8 : 1, Y>,
+                                      strip<Kind, 4, WIDE ? 6 : 1, Y>,
+                                      strip<Kind, 5, WIDE ? 4 : 1, Y>,
+                                      strip<Kind, 6, WIDE ? 4 : 1, Y>,
+                                      strip<Kind, 7, WIDE ? 3 : 1, Y>,
+                                      strip<Kind, 8, WIDE ? 3 : 1, Y>};
   constexpr int64_t OUTPUTS = 24;  // few enough that all tokens find the weights in cache
   for (int64_t from = begin; from < end; from += OUTPUTS)
     for (int64_t m = 0; m < tokens; m += 8)

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from quantize.kernels.native import cpu_is_supported
 from quantize.native_build import load_native
 
 SOURCE = Path(__file__).parent / "dense_linear.cpp"
@@ -52,8 +53,8 @@ def use_native_linears(model: nn.Module) -> list[str]:
         and module.weight.device.type == "cpu"
         and module.weight.is_contiguous()
     }
-    library = load_native(SOURCE) if plain else None
-    if library is None or not library.dense_linear_supported():
+    library = load_native(SOURCE) if plain and cpu_is_supported() else None
+    if library is None:
         return []
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     library.dense_linear.argtypes = (pointer, pointer, pointer, pointer, size, size, size, ctypes.c_int32)

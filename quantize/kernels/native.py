@@ -1,6 +1,6 @@
 """Our own CPU kernels for quantized linears (`cpu/linear.cpp`), built once on the machine that runs them.
 
-They need AVX-512 with BF16 and VNNI, and a C++ compiler at the first use; without either torch's kernels serve. Their
+They need AVX-512 with BF16 and VNNI, or AVX2, and a C++ compiler at the first use; else torch's kernels serve. Their
 threads are torch's, because the OpenMP runtime that the library asks for is loaded already.
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from quantize.kernels.custom_op import traceable
 from quantize.kernels.reference import digit_group
-from quantize.native_build import load_native
+from quantize.native_build import avx2_is_enough, load_native
 from quantize.scheme import PER_CHANNEL, QuantizedWeight, Scheme
 
 SOURCE = Path(__file__).with_name("cpu") / "linear.cpp"
@@ -25,8 +25,14 @@ LARGEST_GROUP_OF_TWO = 128
 """Above it a group's sum of products of two digits may leave int32 (see linear.h)."""
 
 
+def has_avx512() -> bool:
+    """AVX-512 with BF16 and VNNI."""
+    supported = torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()
+    return bool(supported) and not avx2_is_enough()
+
+
 def cpu_is_supported() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported())
+    return has_avx512() or bool(torch.cpu._is_avx2_supported())
 
 
 def library() -> ctypes.CDLL | None:

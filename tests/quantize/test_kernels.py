@@ -178,7 +178,7 @@ def test_a_weight_that_torch_s_kernel_would_misread_is_dequantized():
     assert choose_kernel(weight, CPU, torch.bfloat16).name == "dequantize"
 
 
-@pytest.mark.skipif(library() is None, reason="needs AVX-512 BF16 and VNNI, and a compiler")
+@pytest.mark.skipif(library() is None, reason="needs AVX2 and a compiler")
 @pytest.mark.parametrize(
     ("scheme", "dtype", "kernel"),
     [

@@ -18,15 +18,20 @@ BF16 = 2.0**-8
 FP32 = 2.0**-24
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built(tmp_path_factory):
-    """Built once in a folder of its own."""
+@pytest.fixture(scope="module")
+def native_home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module", autouse=True, params=["", "avx2"], ids=["widest", "avx2"])
+def _built(request, native_home):
+    """Built once for each in a folder of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTGATE_HOME", str(tmp_path_factory.mktemp("home")))
-        patch.delenv("QUANTGATE_NATIVE", raising=False)
+        patch.setenv("QUANTGATE_HOME", str(native_home))
+        patch.setenv("QUANTGATE_NATIVE", request.param)
         load_native.cache_clear()
         if native.library() is None:
-            pytest.skip("no AVX-512 BF16 and VNNI, or no compiler")
+            pytest.skip("no AVX2, or no compiler")
         yield
     load_native.cache_clear()
 
@@ -138,6 +143,26 @@ def test_a_token_does_not_depend_on_its_neighbours():
         together = kernel(x)
         for size in (1, 2, 5, 8):
             assert torch.equal(torch.cat([kernel(part) for part in x.split(size)]), together)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 33])
+def test_avx2_gives_the_bits_of_avx512(tokens, monkeypatch):
+    if not native.has_avx512():
+        pytest.skip("no AVX-512 BF16 and VNNI, or not asked")
+    kernels = [
+        NativeInt8(random_weight(Scheme(8), 83, 190)),
+        NativeInt8(random_weight(Scheme(8), 83, 190), digits=1),
+        NativeInt4(random_weight(Scheme(4, 32, False), 83, 192)),
+        NativeInt4(random_weight(Scheme(4, -1), 83, 192, torch.float32), digits=1),
+        NativeDynamicInt8(random_weight(Scheme(8, activations="int8"), 83, 190)),
+    ]
+    inputs = [torch.randn(tokens, 192 if "int4" in kernel.name else 190).bfloat16() for kernel in kernels]
+    expected = [kernel(x) for kernel, x in zip(kernels, inputs, strict=True)]
+    monkeypatch.setenv("QUANTGATE_NATIVE", "avx2")
+    load_native.cache_clear()
+    found = [kernel(x) for kernel, x in zip(kernels, inputs, strict=True)]
+    load_native.cache_clear()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

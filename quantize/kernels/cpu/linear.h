@@ -1,8 +1,8 @@
-// Quantized and dense linears for one CPU family (AVX-512 with BF16 and VNNI), as tiles without threads: who calls gives
-// each of its threads a range of output blocks. linear.cpp and the engine's whole step share them.
+// Quantized linears as tiles without threads: who calls gives each of its threads a range of output blocks. linear.cpp and
+// the engine's whole step share them.
 //
-// The one idea: 16 outputs are the 16 lanes of a register. A weight is stored as [outputs / 16][inputs / 4][16][4] bytes, so
-// that one instruction multiplies a register of weights with one broadcast step of a token and adds into 16 outputs:
+// The one idea: 16 outputs are 16 lanes (lanes.h). A weight is stored as [outputs / 16][inputs / 4][16][4] bytes, so
+// that one instruction multiplies 16 lanes of weights with one broadcast step of a token and adds into 16 outputs:
 // nothing is summed across lanes, and a weight is decoded once per tile of tokens. Outputs beyond the last full 16 are
 // padding in the weight and masked in the store.
 //
@@ -17,12 +17,12 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#include "lanes.h"
 
 // Every loop over a tile must be gone before the compiler decides what lives in registers, or it keeps the sums on the
 // stack: half the speed.
@@ -30,45 +30,18 @@
 
 namespace linear {
 
-constexpr int64_t LANES = 16;
+using namespace lanes;
 
 inline int64_t blocks_of(int64_t outputs) { return (outputs + LANES - 1) / LANES; }
-
-inline __mmask16 first_lanes(int64_t count) {
-  return count >= LANES ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1);
-}
-
-inline void store(uint16_t* out, __mmask16 lanes, __m512 value) {
-  const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(value);
-  lanes == 0xFFFF ? _mm256_storeu_si256((__m256i*)out, rounded) : _mm256_mask_storeu_epi16(out, lanes, rounded);
-}
-inline void store(float* out, __mmask16 lanes, __m512 value) {
-  lanes == 0xFFFF ? _mm512_storeu_ps(out, value) : _mm512_mask_storeu_ps(out, lanes, value);
-}
-inline void store(int8_t* out, __mmask16 lanes, __m512i value) {
-  const __m128i bytes = _mm512_cvtepi32_epi8(value);
-  lanes == 0xFFFF ? _mm_storeu_si128((__m128i*)out, bytes) : _mm_mask_storeu_epi8(out, lanes, bytes);
-}
-
-inline __m512 load(const uint16_t* bf16, __mmask16 lanes) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, bf16)), 16));
-}
-inline __m512 load(const float* values, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, values); }
 
 // Into the second cache: where a tile's weights end, those of the next begin. One token meets every byte once, in one
 // stream, which the processor fetches by itself, and better.
 inline void fetch(const void* at) { _mm_prefetch((const char*)at, _MM_HINT_T1); }
 
-inline __m512i broadcast_step(const void* step) {
+inline Ints broadcast_step(const void* step) {
   int32_t value;
   std::memcpy(&value, step, 4);
-  return _mm512_set1_epi32(value);
-}
-
-// sum + bytes * signed_bytes, four products to a lane. Not the intrinsic: GCC 12 copies every sum before it adds to it.
-inline __m512i add_products(__m512i sum, __m512i bytes, __m512i signed_bytes) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(signed_bytes));
-  return sum;
+  return all(value);
 }
 
 // Where results go: [tokens, outputs], rows `stride` apart.
@@ -76,7 +49,7 @@ template <typename Float>
 struct Out {
   Float* data;
   int64_t stride, outputs;
-  void put(int64_t token, int64_t block, __m512 value) const {
+  void put(int64_t token, int64_t block, Floats value) const {
     store(data + token * stride + block * LANES, first_lanes(outputs - block * LANES), value);
   }
 };
@@ -124,21 +97,21 @@ struct DigitMemory {
 
 // The sum of products of a whole number, from those of its digits.
 template <int N>
-inline __m512i put_together(const __m512i (&of_digits)[N]) {
+inline Ints put_together(const Ints (&of_digits)[N]) {
   if constexpr (N == 1)
     return of_digits[0];
   else
-    return _mm512_add_epi32(_mm512_slli_epi32(of_digits[0], 8), of_digits[1]);
+    return add(shift_left<8>(of_digits[0]), of_digits[1]);
 }
 
-// The larger of `largest` and |x|, as bits, which are ordered as the floats are, with NaN above infinity: the instruction
+// The larger of `most` and |x|, as bits, which are ordered as the floats are, with NaN above infinity: the instruction
 // for floats forgets a NaN when it meets the next number.
-inline __m512i larger_bits(__m512i largest, __m512 x) {
-  return _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
+inline Ints larger_bits(Ints most, Floats x) {
+  return larger(most, bits(magnitude(x)));
 }
 
-inline float largest_of(__m512i bits) {
-  const int32_t most = _mm512_reduce_max_epi32(bits);
+inline float largest_of(Ints bits) {
+  const int32_t most = largest(bits);
   float value;
   std::memcpy(&value, &most, 4);
   return value;
@@ -152,32 +125,31 @@ inline void to_digits(const Float* x, int64_t inputs, const Digits<N>& digits, i
   const int64_t groups = digits.groups(), row = token * digits.padded;
   for (int64_t g = first; g < last; ++g) {
     const int64_t begin = g * digits.group, end = std::min(begin + digits.group, digits.padded);
-    __m512i largest = _mm512_setzero_si512();
+    Ints most_bits = no_ints();
     for (int64_t k = begin; k < end; k += LANES) {
-      const __mmask16 lanes = first_lanes(std::max<int64_t>(0, std::min(inputs, end) - k));
-      largest = larger_bits(largest, load(x + k, lanes));
+      const Mask there = first_lanes(std::max<int64_t>(0, std::min(inputs, end) - k));
+      most_bits = larger_bits(most_bits, load(x + k, there));
     }
-    const float most = largest_of(largest);
+    const float most = largest_of(most_bits);
     const float scale = most / LARGEST;
     const float inverse = scale >= 1.17549435e-38f ? 1.0f / scale : 0.0f;  // of less it would overflow
-    __m512i sum = _mm512_setzero_si512();
+    Ints total = no_ints();
     for (int64_t k = begin; k < end; k += LANES) {
-      const __mmask16 lanes = first_lanes(std::max<int64_t>(0, std::min(inputs, end) - k));
-      const __mmask16 kept = first_lanes(end - k);
-      __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + k, lanes), _mm512_set1_ps(inverse)));
-      q = _mm512_min_epi32(_mm512_max_epi32(q, _mm512_set1_epi32(-LARGEST)), _mm512_set1_epi32(LARGEST));
-      sum = _mm512_add_epi32(sum, q);
+      const Mask there = first_lanes(std::max<int64_t>(0, std::min(inputs, end) - k)), kept = first_lanes(end - k);
+      Ints q = to_ints(multiply(load(x + k, there), all(inverse)));
+      q = smaller(larger(q, all(-LARGEST)), all(LARGEST));
+      total = add(total, q);
       if constexpr (N == 1) {
         store(digits.digit[0] + row + k, kept, q);
       } else {
-        const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(q, 24), 24);
+        const Ints low = shift_right<24>(shift_left<24>(q));
         store(digits.digit[1] + row + k, kept, low);
-        store(digits.digit[0] + row + k, kept, _mm512_srai_epi32(_mm512_sub_epi32(q, low), 8));
+        store(digits.digit[0] + row + k, kept, shift_right<8>(subtract(q, low)));
       }
     }
     // What is not finite must stay visible: 0 * inf and NaN are NaN.
     digits.scale[token * groups + g] = most <= 3.4e38f ? scale : most;
-    digits.sums[token * groups + g] = _mm512_reduce_add_epi32(sum);
+    digits.sums[token * groups + g] = sum(total);
   }
 }
 
@@ -191,17 +163,16 @@ struct Codes {
 template <typename Float>
 inline void to_codes(const Float* x, int64_t inputs, const Codes& codes, int64_t token) {
   uint8_t* out = codes.codes + token * codes.padded;
-  __m512i largest = _mm512_setzero_si512();
-  for (int64_t k = 0; k < inputs; k += LANES)
-    largest = larger_bits(largest, load(x + k, first_lanes(inputs - k)));
-  float scale = largest_of(largest) / 127.5f;
+  Ints most = no_ints();
+  for (int64_t k = 0; k < inputs; k += LANES) most = larger_bits(most, load(x + k, first_lanes(inputs - k)));
+  float scale = largest_of(most) / 127.5f;
   if (scale == 0.0f) scale = 1.1920928955078125e-07f;
   codes.scale[token] = scale;
   for (int64_t k = 0; k < codes.padded; k += LANES) {
-    const __mmask16 lanes = first_lanes(std::max<int64_t>(0, inputs - k));
-    __m512i code = _mm512_cvtps_epi32(_mm512_div_ps(load(x + k, lanes), _mm512_set1_ps(scale)));
-    code = _mm512_min_epi32(_mm512_max_epi32(code, _mm512_set1_epi32(-128)), _mm512_set1_epi32(127));
-    store((int8_t*)out + k, first_lanes(codes.padded - k), _mm512_add_epi32(code, _mm512_set1_epi32(128)));
+    const Mask there = first_lanes(std::max<int64_t>(0, inputs - k));
+    Ints code = to_ints(divide(load(x + k, there), all(scale)));
+    code = smaller(larger(code, all(-128)), all(127));
+    store((int8_t*)out + k, first_lanes(codes.padded - k), add(code, all(128)));
   }
 }
 
@@ -215,20 +186,20 @@ struct Int8 {
   template <int T, int B, int N, typename Out>
   inline void tile(const Digits<N>& x, int64_t token, int64_t block, const Out& out) const {
     const int64_t steps = x.padded / 4, groups = x.groups();
-    __m512 sum[T][B] = {};
+    Floats sum[T][B] = {};
     for (int64_t g = 0; g < groups; ++g) {
-      __m512i products[T][B][N] = {};
+      Ints products[T][B][N] = {};
       const int64_t end = std::min((g + 1) * x.group / 4, steps);
       for (int64_t step = g * x.group / 4; step < end; ++step) {
-        __m512i weight[B];
+        Ints weight[B];
         UNROLL for (int b = 0; b < B; ++b) {
           const uint8_t* at = codes + ((block + b) * steps + step) * 64;
-          weight[b] = _mm512_loadu_si512(at);
+          weight[b] = load_bits(at);
           if constexpr (T > 1) fetch(at + B * steps * 64);
         }
         UNROLL for (int t = 0; t < T; ++t) {
           const int64_t at = (token + t) * x.padded + step * 4;
-          __m512i digit[N];
+          Ints digit[N];
           UNROLL for (int n = 0; n < N; ++n) digit[n] = broadcast_step(x.digit[n] + at);
           UNROLL for (int b = 0; b < B; ++b)
             UNROLL for (int n = 0; n < N; ++n) products[t][b][n] = add_products(products[t][b][n], weight[b], digit[n]);
@@ -236,17 +207,17 @@ struct Int8 {
       }
       UNROLL for (int t = 0; t < T; ++t) {
         const int64_t at = (token + t) * groups + g;
-        const __m512i excess = _mm512_set1_epi32(x.sums[at] * 128);
-        const __m512 factor = _mm512_set1_ps(x.scale[at]);
+        const Ints excess = all(x.sums[at] * 128);
+        const Floats factor = all(x.scale[at]);
         UNROLL for (int b = 0; b < B; ++b) {
-          const __m512i total = put_together(products[t][b]);
-          sum[t][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(total, excess)), factor, sum[t][b]);
+          const Ints total = put_together(products[t][b]);
+          sum[t][b] = multiply_add(to_floats(subtract(total, excess)), factor, sum[t][b]);
         }
       }
     }
     UNROLL for (int b = 0; b < B; ++b) {
-      const __m512 factor = _mm512_loadu_ps(scale + (block + b) * LANES);
-      UNROLL for (int t = 0; t < T; ++t) out.put(token + t, block + b, _mm512_mul_ps(sum[t][b], factor));
+      const Floats factor = load(scale + (block + b) * LANES);
+      UNROLL for (int t = 0; t < T; ++t) out.put(token + t, block + b, multiply(sum[t][b], factor));
     }
   }
 };
@@ -264,45 +235,42 @@ struct Int4 {
   template <int T, int B, int N, typename Out>
   inline void tile(const Digits<N>& x, int64_t token, int64_t block, const Out& out) const {
     const int64_t pairs = x.padded / 8, groups = x.groups(), weight_groups = (groups + spread - 1) / spread;
-    const __m512i nibble = _mm512_set1_epi8(15);
-    __m512 sum[T][B] = {};
+    Floats sum[T][B] = {};
     for (int64_t g = 0; g < groups; ++g) {
-      __m512i products[T][B][N] = {};
+      Ints products[T][B][N] = {};
       const int64_t end = std::min((g + 1) * x.group / 8, pairs);
       for (int64_t pair = g * x.group / 8; pair < end; ++pair) {
-        __m512i even[B], odd[B];
+        Ints even[B], odd[B];
         UNROLL for (int b = 0; b < B; ++b) {
           const uint8_t* at = nibbles + ((block + b) * pairs + pair) * 64;
-          const __m512i both = _mm512_loadu_si512(at);
+          const Ints both = load_bits(at);
           fetch(at + B * pairs * 64);
-          even[b] = _mm512_and_si512(both, nibble);
-          odd[b] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+          even[b] = low_nibbles(both);
+          odd[b] = high_nibbles(both);
         }
         UNROLL for (int t = 0; t < T; ++t) {
           const int64_t at = (token + t) * x.padded + pair * 8;
-          __m512i digit[N], next[N];
+          Ints digit[N], next[N];
           UNROLL for (int n = 0; n < N; ++n) digit[n] = broadcast_step(x.digit[n] + at);
           UNROLL for (int n = 0; n < N; ++n) next[n] = broadcast_step(x.digit[n] + at + 4);
           UNROLL for (int b = 0; b < B; ++b) {
-            UNROLL for (int n = 0; n < N; ++n) products[t][b][n] = add_products(products[t][b][n], even[b], digit[n]);
-            UNROLL for (int n = 0; n < N; ++n) products[t][b][n] = add_products(products[t][b][n], odd[b], next[n]);
+            Ints* sums = products[t][b];
+            UNROLL for (int n = 0; n < N; ++n) sums[n] = add_products_of_nibbles(sums[n], even[b], digit[n]);
+            UNROLL for (int n = 0; n < N; ++n) sums[n] = add_products_of_nibbles(sums[n], odd[b], next[n]);
           }
         }
       }
       const int64_t weight_group = spread == 1 ? g : g / spread;
       UNROLL for (int b = 0; b < B; ++b) {
         const int64_t of_block = ((block + b) * weight_groups + weight_group) * LANES;
-        const __m512 factor = load(scale + of_block, 0xFFFF);
-        __m512i offset = _mm512_set1_epi32(8);
-        if (zero_point != nullptr)
-          offset = _mm512_add_epi32(offset,
-                                    _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(zero_point + of_block))));
+        const Floats factor = load(scale + of_block);
+        Ints offset = all(8);
+        if (zero_point != nullptr) offset = add(offset, load(zero_point + of_block));
         UNROLL for (int t = 0; t < T; ++t) {
           const int64_t at = (token + t) * groups + g;
-          const __m512i excess = _mm512_mullo_epi32(offset, _mm512_set1_epi32(x.sums[at]));
-          const __m512i total = put_together(products[t][b]);
-          const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(total, excess));
-          sum[t][b] = _mm512_fmadd_ps(_mm512_mul_ps(exact, _mm512_set1_ps(x.scale[at])), factor, sum[t][b]);
+          const Ints excess = multiply(offset, all(x.sums[at]));
+          const Floats exact = to_floats(subtract(put_together(products[t][b]), excess));
+          sum[t][b] = multiply_add(multiply(exact, all(x.scale[at])), factor, sum[t][b]);
         }
       }
     }
@@ -321,26 +289,25 @@ struct DynamicInt8 {
   template <int T, int B, typename Out>
   inline void tile(const Codes& x, int64_t token, int64_t block, const Out& out) const {
     const int64_t steps = x.padded / 4;
-    __m512i sum[T][B] = {};
+    Ints sum[T][B] = {};
     for (int64_t step = 0; step < steps; ++step) {
-      __m512i weight[B];
+      Ints weight[B];
       UNROLL for (int b = 0; b < B; ++b) {
         const int8_t* at = codes + ((block + b) * steps + step) * 64;
-        weight[b] = _mm512_loadu_si512(at);
+        weight[b] = load_bits(at);
         if constexpr (T > 1) fetch(at + B * steps * 64);
       }
       UNROLL for (int t = 0; t < T; ++t) {
-        const __m512i four = broadcast_step(x.codes + (token + t) * x.padded + step * 4);
+        const Ints four = broadcast_step(x.codes + (token + t) * x.padded + step * 4);
         UNROLL for (int b = 0; b < B; ++b) sum[t][b] = add_products(sum[t][b], four, weight[b]);
       }
     }
     UNROLL for (int b = 0; b < B; ++b) {
-      const __m512i excess = _mm512_slli_epi32(_mm512_loadu_si512(weight_sums + (block + b) * LANES), 7);
-      const __m512 factor = _mm512_loadu_ps(scale + (block + b) * LANES);
+      const Ints excess = shift_left<7>(load_bits(weight_sums + (block + b) * LANES));
+      const Floats factor = load(scale + (block + b) * LANES);
       UNROLL for (int t = 0; t < T; ++t) {
-        const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum[t][b], excess));
-        out.put(token + t, block + b,
-                _mm512_mul_ps(_mm512_mul_ps(exact, _mm512_set1_ps(x.scale[token + t])), factor));
+        const Floats exact = to_floats(subtract(sum[t][b], excess));
+        out.put(token + t, block + b, multiply(multiply(exact, all(x.scale[token + t])), factor));
       }
     }
   }
@@ -366,14 +333,14 @@ inline void tiles_of(const Kernel& kernel, const X& x, int64_t tokens, int64_t b
 }
 
 // Blocks [begin, end) of the outputs for all tokens. How many tokens and blocks make a tile, by measurement: one token is
-// bound by memory, which likes one stream; several are bound by what fits into 32 registers of sums and digits.
+// bound by memory, which likes one stream; several are bound by what fits into the registers of sums and digits.
 template <typename Kernel, typename Out>
 inline void some_blocks(const Kernel& kernel, const Digits<1>& x, int64_t tokens, int64_t begin, int64_t end,
                         const Out& out) {
   if (tokens == 1)
     tiles_of<1, Kernel::STREAMS>(kernel, x, tokens, begin, end, out);
   else
-    tiles_of<8, 2>(kernel, x, tokens, begin, end, out);
+    tiles_of<WIDE ? 8 : 4, WIDE ? 2 : 1>(kernel, x, tokens, begin, end, out);
 }
 
 template <typename Kernel, typename Out>
@@ -381,8 +348,8 @@ inline void some_blocks(const Kernel& kernel, const Digits<2>& x, int64_t tokens
                         const Out& out) {
   if (tokens == 1)
     tiles_of<1, 1>(kernel, x, tokens, begin, end, out);
-  else if (tokens < 4)
-    tiles_of<2, 2>(kernel, x, tokens, begin, end, out);
+  else if (tokens < 4 || !WIDE)
+    tiles_of<2, WIDE ? 2 : 1>(kernel, x, tokens, begin, end, out);
   else
     tiles_of<4, 2>(kernel, x, tokens, begin, end, out);
 }
@@ -393,7 +360,7 @@ inline void some_blocks(const DynamicInt8& kernel, const Codes& x, int64_t token
   if (tokens == 1)
     tiles_of<1, 1>(kernel, x, tokens, begin, end, out);
   else
-    tiles_of<6, 3>(kernel, x, tokens, begin, end, out);
+    tiles_of<WIDE ? 6 : 4, WIDE ? 3 : 1>(kernel, x, tokens, begin, end, out);
 }
 
 }  // namespace linear

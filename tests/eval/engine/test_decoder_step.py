@@ -15,7 +15,7 @@ from eval.engine.decoder_step import DecoderStep
 from eval.engine.probe import probe
 from quantize.kernels.native import library
 from quantize.linear import QuantizedLinear
-from quantize.native_build import native_compiler
+from quantize.native_build import load_native, native_compiler
 from quantize.scheme import Scheme, quantize_rtn
 
 DESCRIBED = (
@@ -44,7 +44,15 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def _native():
     if library() is None:
-        pytest.skip("no AVX-512 BF16 and VNNI, or no compiler")
+        pytest.skip("no AVX2, or no compiler")
+
+
+@pytest.fixture
+def _avx2(monkeypatch):
+    monkeypatch.setenv("QUANTGATE_NATIVE", "avx2")
+    load_native.cache_clear()
+    yield
+    load_native.cache_clear()
 
 
 @pytest.fixture
@@ -128,14 +136,28 @@ def test_every_kv_dtype(kv_dtype, tiny_model, random_prompts):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3"])
 def test_quantized_weights(scheme, architecture, compute, tiny_model, random_prompts):
+    assert_as_near_as_the_module_tree(scheme, architecture, compute, tiny_model, random_prompts(5))
+
+
+@pytest.mark.usefixtures("_avx2")
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_avx2(scheme, tiny_model, random_prompts):
+    native, tree = both_ways(tiny_model("gemma2"), random_prompts(6))
+    assert max((one - other).abs().max() for one, other in zip(native, tree, strict=True)) < 1e-4
+    for compute in ("a16", "a8"):
+        assert_as_near_as_the_module_tree(scheme, "phi3", compute, tiny_model, random_prompts(5))
+
+
+def assert_as_near_as_the_module_tree(scheme, architecture, compute, tiny_model, prompts):
     """Both sides round activations to bf16 at other places, so they differ as bf16 does: their mean distance from the
     float32 model with the same weights, and under a8 with inputs rounded alike, is the measure, and the native step
     must not be the farther one."""
-    prompts = random_prompts(5)
-    exact = quantized(tiny_model(architecture), SCHEMES[scheme], compute=compute)
-    reference = logits_of(engine_on(exact), prompts)
-    model = quantized(tiny_model(architecture).bfloat16(), SCHEMES[scheme], compute=compute)
-    native, tree = both_ways(model, prompts)
+
+    def prepared(model):
+        return model if scheme is None else quantized(model, SCHEMES[scheme], compute=compute)
+
+    reference = logits_of(engine_on(prepared(tiny_model(architecture))), prompts)
+    native, tree = both_ways(prepared(tiny_model(architecture).bfloat16()), prompts)
     assert distance(native, reference) <= 1.1 * distance(tree, reference)
 
 

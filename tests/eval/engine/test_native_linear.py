@@ -6,12 +6,18 @@ from torch import nn
 
 from eval.engine import native_linear
 from eval.engine.native_linear import MAX_TOKENS, NativeLinear, use_native_linears
+from quantize.native_build import load_native
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernel():
-    if not use_native_linears(nn.Linear(2, 2).to(torch.bfloat16)):
-        pytest.skip("no compiler, or no AVX-512 BF16 on this machine")
+@pytest.fixture(scope="module", autouse=True, params=["", "avx2"], ids=["widest", "avx2"])
+def kernel(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTGATE_NATIVE", request.param)
+        load_native.cache_clear()
+        if not use_native_linears(nn.Linear(2, 2).to(torch.bfloat16)):
+            pytest.skip("no compiler, or no AVX2 on this machine")
+        yield
+    load_native.cache_clear()
 
 
 @pytest.mark.parametrize("bias", [False, True])
