@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -480,14 +481,21 @@ void run(Work& work, Scratch& s, const Model& model, const paged::Step& step, co
   }
 }
 
+// A thread's memory between its steps, as large as its largest one; null before the first.
+std::unique_ptr<Scratch>& scratch_of_thread() {
+  static thread_local std::unique_ptr<Scratch> scratch;
+  return scratch;
+}
+
 }  // namespace step
 
 // embeddings [tokens, hidden] float32; positions [tokens]; wanted [num_wanted]: the tokens whose logits
 // [num_wanted, vocabulary] are computed.
 extern "C" void decoder_step(const step::Model* model, const paged::Step* tables, const int64_t* positions,
                              const float* embeddings, const int64_t* wanted, int64_t num_wanted, float* logits) {
-  static thread_local step::Scratch scratch;
-  step::Scratch& s = scratch;
+  std::unique_ptr<step::Scratch>& scratch = step::scratch_of_thread();
+  if (scratch == nullptr) scratch = std::make_unique<step::Scratch>();
+  step::Scratch& s = *scratch;
   s.prepare_for(*model, *tables, num_wanted);
   memcpy(s.residual[0].data(), embeddings, tables->num_tokens * model->hidden * sizeof(float));
   const int threads = s.team.size(model->num_threads, s.products);
@@ -499,3 +507,6 @@ extern "C" void decoder_step(const step::Model* model, const paged::Step* tables
   }
   if (threads > 1) s.team.judge(threads, __rdtsc() - since, s.barrier.take_lost());
 }
+
+// Gives back what the calling thread keeps between steps. (What its team keeps does not grow with a step's tokens.)
+extern "C" void decoder_step_release() { step::scratch_of_thread().reset(); }

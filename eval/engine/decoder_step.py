@@ -102,6 +102,8 @@ class DecoderStep:
         pointer = ctypes.c_void_p
         self._run.argtypes = (pointer, pointer, pointer, pointer, pointer, ctypes.c_int64, pointer)
         self._run.restype = None
+        self._release = library.decoder_step_release
+        self._release.argtypes, self._release.restype = (), None
         self._kept: list[torch.Tensor] = []
         self._embed = embed
         self._kv = kv
@@ -144,6 +146,10 @@ class DecoderStep:
             logits.data_ptr(),
         )
         return logits
+
+    def release_scratch(self) -> None:
+        """Give back the memory for activations that this thread's steps, of any model, keep for those after them."""
+        self._release()
 
     def _layer(self, plan: LayerPlan, kv: KVCache, cache: Cache) -> _Layer:
         call = plan.call

@@ -77,6 +77,10 @@ class DraftModel:
         for request in requests:
             request.draft_token_ids = self._shadows[request].token_ids[request.num_tokens :]
 
+    def release_scratch(self) -> None:
+        """See `Engine.release_scratch`."""
+        self._runner.release_scratch()
+
     def check_integrity(self) -> None:
         """Raise EvalError unless every block is accounted for."""
         self._drop_stopped()

@@ -319,6 +319,13 @@ class Engine:
         """All that is kept of tokens."""
         return self._kv.tensors + (self._draft_model.kv.tensors if self._draft_model else ())
 
+    def release_scratch(self) -> None:
+        """Give back the activations' memory that steps keep for the next ones: what a step takes shows in the process's
+        memory only then."""
+        self._runner.release_scratch()
+        if self._draft_model is not None:
+            self._draft_model.release_scratch()
+
     # The parts of a step
 
     def _draft(self) -> list[StepOutput]:

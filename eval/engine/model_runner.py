@@ -193,6 +193,11 @@ class ModelRunner:
             yield
             self._ahead.chosen = self._ahead.token_ids.tolist()
 
+    def release_scratch(self) -> None:
+        """Give back the activations' memory that native steps keep; a module tree keeps none."""
+        if self.native is not None:
+            self.native.release_scratch()
+
     def _goes_on(self, request: Request) -> bool:
         """Whether the request's next step is known but for the token: greedy, at least two tokens from its limit, and
         in a block of its own that has room. A new block could be another's, or be missing."""

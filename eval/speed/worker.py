@@ -87,6 +87,7 @@ class Worker:
 
         planned = Traffic.from_mapping(traffic)
         peak = process_peak_bytes()
+        self._engine.release_scratch()
         activations = activation_peak_bytes(lambda: run_block(self._engine, planned), self._engine.kv_tensors)
         return {"process_peak_bytes": peak, "activation_peak_bytes": activations}
 
