@@ -31,6 +31,7 @@ SCORED_AS_TIMED = (
     "kernels",
     "attention_backend",
     "engine_version",
+    "engine_fingerprint",
 )
 """What an evaluation's identity and a speed run's must have in common."""
 

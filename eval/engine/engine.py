@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from eval.engine.block_pool import BlockPool, root_hash
 from eval.engine.config import EngineConfig, compute_named
 from eval.engine.draft_model import DraftModel
+from eval.engine.fingerprint import engine_fingerprint
 from eval.engine.identity import (
     checkpoint_digests,
     context_tokens,
@@ -292,6 +293,7 @@ class Engine:
             "attention_backend": self._runner.backend.name,
             "steps": self._runner.steps,
             "engine_version": ENGINE_VERSION,
+            "engine_fingerprint": engine_fingerprint(),
             "block_size": self.config.block_size,
             "max_num_seqs": self.config.max_num_seqs,
             "max_batched_tokens": self.config.max_batched_tokens,

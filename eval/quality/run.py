@@ -15,7 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from eval.engine.engine import ENGINE_VERSION, Engine
+from eval.engine.engine import Engine
+from eval.engine.fingerprint import engine_fingerprint
 from eval.errors import EvalError
 from eval.quality import integrity
 from eval.quality.batches import write_batches
@@ -143,7 +144,7 @@ def _key(checkpoint: Path, tasks: Mapping[str, Any], options: Mapping[str, Any],
     content = {
         "checkpoint": Checkpoint.open(checkpoint).content_digest(),
         "tasks": tasks,
-        "engine": {**options, "version": ENGINE_VERSION, "native": native_compiler()},
+        "engine": {**options, "fingerprint": engine_fingerprint(), "native": native_compiler()},
         "libraries": {name: version(name) for name in ("torch", "transformers")},
         "chat_template_applied": chat_template,
     }

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from eval.engine.engine import ENGINE_VERSION
+from eval.engine.fingerprint import engine_fingerprint
 from eval.engine.speculative import PROMPT_LOOKUP
 from eval.engine.telemetry import Speculation
 from eval.errors import EvalError
@@ -165,7 +165,7 @@ def _key(checkpoints: dict[str, Checkpoint], workload: Workload, settings: dict[
         raise EvalError(str(cause)) from cause
     described = [
         PROTOCOL_VERSION,
-        [ENGINE_VERSION, version("transformers")],
+        [engine_fingerprint(), version("transformers")],
         {side: digests[opened.path] for side, opened in checkpoints.items()},
         workload.name,
         workload.digest(),

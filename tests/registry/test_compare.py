@@ -78,6 +78,16 @@ def test_speed_of_other_kernels_is_refused(pair: tuple[Path, Path]) -> None:
         compare(baseline, candidate, POLICY, None)
 
 
+def test_speed_of_another_engine_is_refused_though_its_version_is_the_same(pair: tuple[Path, Path]) -> None:
+    baseline, candidate = pair
+    for file, key in (("quality/quality.json", "identity"), ("speed/speed.json", "candidate")):
+        identity = json.loads((candidate / file).read_text())[key]
+        engine = {"engine_version": "0.3.0", "engine_fingerprint": f"of {key}"}
+        rewrite(candidate / file, **{key: identity | engine})
+    with pytest.raises(RegistryError, match="timed the candidate with engine_fingerprint of candidate"):
+        compare(baseline, candidate, POLICY, None)
+
+
 def test_speed_intervals_of_another_confidence_forbid_a_pass(pair: tuple[Path, Path]) -> None:
     baseline, candidate = pair
     rewrite(candidate / "speed" / "speed.json", protocol={"confidence": 0.95})

@@ -90,7 +90,9 @@ def test_the_same_question_is_answered_from_the_folder(
     assert again == QualityResult.read(smoke.directory)
 
 
-@pytest.mark.parametrize("change", ["limit", "engine", "weights", "tokenizer", "chat", "config", "stop", "native"])
+@pytest.mark.parametrize(
+    "change", ["limit", "engine", "weights", "tokenizer", "chat", "config", "stop", "native", "source"]
+)
 def test_another_question_is_not_answered_from_the_folder(
     smoke: QualityResult, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -110,6 +112,8 @@ def test_another_question_is_not_answered_from_the_folder(
         (checkpoint / "generation_config.json").write_text('{"eos_token_id": 7}')
     elif change == "native":
         monkeypatch.setenv("CXX", "/bin/true")
+    elif change == "source":
+        monkeypatch.setattr("eval.quality.run.engine_fingerprint", lambda: "another")
     elif change == "weights":
         _flip_a_byte(checkpoint / "model.safetensors")
     else:

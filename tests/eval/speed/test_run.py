@@ -188,6 +188,9 @@ def test_the_same_measurement_is_reused_and_another_is_not(paired, tiny_checkpoi
     assert measure(tiny_checkpoint, engine_options=OPTIONS, **again) == result
     with pytest.raises(EvalError, match="a worker was started"):
         measure(tiny_checkpoint, engine_options=OPTIONS | {"num_blocks": 65}, **again)
+    monkeypatch.setattr(run, "engine_fingerprint", lambda: "of other kernels")
+    with pytest.raises(EvalError, match="a worker was started"):
+        measure(tiny_checkpoint, engine_options=OPTIONS, **again)
     assert SpeedResult.read(result.directory) == result
 
 
