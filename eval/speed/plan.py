@@ -53,6 +53,12 @@ def plan_traffic(workload: Workload, repeat: int, source: PromptSource) -> Traff
     return Traffic(workload.name, repeat, workload.concurrency, requests)
 
 
+def has_priorities(workload: Workload) -> bool:
+    """Whether its requests differ in priority, so that an order by arrival would not be what it asks for."""
+    ranked: Iterable[_Shape | RequestClass] = _trace_shapes(workload) if workload.mode == "trace" else workload.classes
+    return len({one.priority for one in ranked}) > 1
+
+
 def _drawn_shapes(workload: Workload, rng: np.random.Generator) -> list[_Shape]:
     count = workload.warmup + (workload.requests or 0)
     times = [0.0] * count if workload.rate is None else arrival_times(rng, count, workload.rate, workload.burstiness)

@@ -22,7 +22,7 @@ from eval.errors import EvalError
 from eval.speed.bootstrap import RESAMPLING
 from eval.speed.machine import QUIET_CORES, Machine, describe_machine
 from eval.speed.metrics import DEFINITIONS, Block, RequestTiming, SloLimits, StepTiming, bandwidth_utilization
-from eval.speed.plan import plan_traffic
+from eval.speed.plan import has_priorities, plan_traffic
 from eval.speed.prompts import PromptSource, shipped_text
 from eval.speed.resources import ResourceSampler
 from eval.speed.result import SPEED_FILE, SpeedResult
@@ -72,7 +72,8 @@ def measure(
 
     Args:
         repeats: blocks per side; None takes the workload's own. Even numbers balance the order A B B A.
-        engine_options: keywords of `Engine.from_checkpoint`, the same for both sides.
+        engine_options: keywords of `Engine.from_checkpoint`, the same for both sides. Where they do not say, a workload
+            whose requests have priorities is scheduled by them.
         candidate_options: those in which the candidate's variant differs from its baseline's (`kv_dtype`,
             `speculative`).
         threads: torch threads of a worker; None leaves torch's choice.
@@ -86,7 +87,8 @@ def measure(
     repeats = workload.repeats if repeats is None else repeats
     if repeats < 1:
         raise EvalError(f"repeats is {repeats}: measure at least one block")
-    out, options = Path(out), dict(engine_options or {})
+    by_default = {"scheduler_policy": "priority"} if has_priorities(workload) else {}
+    out, options = Path(out), by_default | dict(engine_options or {})
     options_of = {"baseline": options, "candidate": options | dict(candidate_options or {})}
     sides = (
         {"candidate": Path(candidate)} if against is None else {"baseline": Path(against), "candidate": Path(candidate)}

@@ -34,7 +34,8 @@ class SharedPrefix(_Part):
 
 
 class RequestClass(_Part):
-    """A part of the traffic with lengths or a priority of its own; the shares of all classes add up to 1."""
+    """A part of the traffic with lengths or a priority of its own; the shares of all classes add up to 1. A lower
+    `priority` goes first; where classes differ in it, the engine schedules by it."""
 
     name: str
     share: Share

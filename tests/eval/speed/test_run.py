@@ -144,6 +144,24 @@ def test_a_side_that_drafts_is_measured_against_itself_without(tiny_checkpoint, 
     assert all((row["speculative_accept_rate"] is None) == (row["variant"] == "baseline") for row in rows)
 
 
+def test_requests_with_priorities_are_scheduled_by_them_unless_told_otherwise(tiny_checkpoint, tmp_path):
+    path = tmp_path / "urgent.yaml"
+    path.write_text(
+        "mode: closed\nconcurrency: 3\nrequests: 4\nrepeats: 1\ninput_tokens: 8\noutput_tokens: 2\n"
+        "classes:\n  - {name: urgent, share: 0.5}\n  - {name: patient, share: 0.5, priority: 1}\n"
+    )
+    by_priority, in_turn = (
+        measure(tiny_checkpoint, workload=path, out=tmp_path / name, engine_options=OPTIONS | more, threads=1)
+        for name, more in (("priority", {}), ("fcfs", {"scheduler_policy": "fcfs"}))
+    )
+    for result, policy in ((by_priority, "priority"), (in_turn, "fcfs")):
+        assert result.candidate["scheduler_policy"] == policy
+        assert result.protocol["engine_options"]["scheduler_policy"] == policy
+        steps = parquet.read_table(result.directory / "steps.parquet")
+        assert set(steps["scheduler_policy"].to_pylist()) == {policy}
+    assert by_priority.key != in_turn.key
+
+
 def test_memory_is_split_and_measured(paired):
     result, _ = paired
     metrics = result.metrics

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eval.errors import EvalError
-from eval.speed.plan import plan_traffic
+from eval.speed.plan import has_priorities, plan_traffic
 from eval.speed.prompts import DISTINCT_TOKENS, PromptSource
 from eval.speed.traffic import Traffic
 from eval.speed.workload import load_workload, ready_workloads
@@ -125,6 +125,20 @@ def test_classes_have_their_own_lengths_and_priorities(tmp_path):
     requests = planned(load_workload(write(tmp_path, text))).requests
     assert {(len(request.prompt_token_ids), request.priority) for request in requests} == {(20, 0), (40, 3)}
     assert 0.1 < np.mean([request.priority == 3 for request in requests]) < 0.3
+
+
+@pytest.mark.parametrize(("first", "second", "differ"), [(0, 1, True), (0, 0, False), (2, 2, False)])
+def test_a_workload_has_priorities_where_its_requests_differ_in_them(tmp_path, first, second, differ):
+    classes = "".join(f"  - {{name: c{p}-{i}, share: 0.5, priority: {p}}}\n" for i, p in enumerate((first, second)))
+    assert has_priorities(load_workload(write(tmp_path, f"{CLOSED}classes:\n{classes}"))) == differ
+    rows = [{"timestamp": 1, "input_tokens": 4, "output_tokens": 1, "priority": p} for p in (first, second)]
+    write(tmp_path, "\n".join(map(json.dumps, rows)), "t.jsonl")
+    assert has_priorities(load_workload(write(tmp_path, "mode: trace\ntrace: t.jsonl\n"))) == differ
+
+
+@pytest.mark.parametrize("name", ready_workloads())
+def test_only_the_mixed_ready_workload_has_priorities(name):
+    assert has_priorities(load_workload(name)) == (name == "mixed-long-short")
 
 
 def test_trace_replays_its_timestamps(tmp_path):
