@@ -376,6 +376,8 @@ class Engine:
     ) -> None:
         seconds = time.perf_counter() - started
         contexts = [request.num_computed_tokens for request in plan.requests()]
+        draft = self._draft_model
+        draft_bytes = draft.pool.num_used * draft.block_bytes if draft else 0
         self.telemetry.steps.append(
             StepRecord(
                 step=self._step,
@@ -387,7 +389,7 @@ class Engine:
                 prefill_tokens=plan.prefill_tokens,
                 decode_tokens=decode_tokens,
                 step_ms=1e3 * seconds,
-                kv_cache_bytes=used_blocks * self._block_bytes,
+                kv_cache_bytes=used_blocks * self._block_bytes + draft_bytes,
                 block_usage=used_blocks / self.pool.num_blocks,
                 eviction_count=evictions,
                 reuse_rate=plan.prefix_hit_tokens / plan.prefix_queried_tokens if plan.prefix_queried_tokens else None,

@@ -39,9 +39,9 @@ class RequestRecord:
 @dataclass(frozen=True)
 class StepRecord:
     """`batch_size` counts the requests that ran, `active_sequences` those that hold blocks; `kv_cache_bytes` is in
-    use, `block_usage` its share of the cache; `reuse_rate` is the prefix-cache share of the prompt tokens admitted
-    in this step (None when none were). `decode_tokens` are those that decoding requests were given; a rejected draft is
-    none."""
+    use, a draft model's with it, `block_usage` the share of the model's own blocks; `reuse_rate` is the prefix-cache
+    share of the prompt tokens admitted in this step (None when none were). `decode_tokens` are those that decoding
+    requests were given; a rejected draft is none."""
 
     step: int
     time: float

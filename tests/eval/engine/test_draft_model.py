@@ -117,6 +117,19 @@ def test_the_draft_s_memory_and_digest_are_said(drafts, tiny_model):
     assert both.pool.num_blocks == both._draft_model.pool.num_blocks == 20
 
 
+def test_a_step_s_kv_cache_is_the_model_s_and_the_draft_s(drafts, tiny_model):
+    engine = engine_on(tiny_model("llama"), drafts / "twin")
+    engine.add_request([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=20))
+    for _ in range(2):
+        engine.step()
+    record, draft = engine.telemetry.steps[-1], engine._draft_model
+    assert draft.pool.num_used > 0
+    of_draft = draft.pool.num_used * draft.block_bytes
+    own_bytes = engine.memory()["kv_block_bytes"] - draft.block_bytes
+    used_blocks = round(record.block_usage * engine.pool.num_blocks)
+    assert record.kv_cache_bytes == used_blocks * own_bytes + of_draft
+
+
 def test_a_draft_that_fails_ends_those_it_drafted_for_and_no_others(drafts, tiny_model, monkeypatch):
     engine = engine_on(tiny_model("llama"), drafts / "twin")
     first = engine.add_request([1, 2, 3], SamplingParams(max_tokens=9))
