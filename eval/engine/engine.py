@@ -209,8 +209,8 @@ class Engine:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens that a prompt and its completion may have together."""
-        return self._context
+        """Tokens that a prompt and its completion may have together: the model's context, or what the cache holds."""
+        return min(self._context, self.pool.num_blocks * self.config.block_size)
 
     @property
     def vocab_size(self) -> int:

@@ -31,7 +31,7 @@ def encode(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise EvalError("this engine has no tokenizer: give token ids instead of text")
-        return list(tokenizer(prompt)["input_ids"])
+        prompt = tokenizer(prompt)["input_ids"]
     token_ids = list(prompt)
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise EvalError(

@@ -139,7 +139,9 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         self.group_id = self.group_id or self.request_id
-        self.random = random.Random(self.params.seed)
+        seed = self.params.seed
+        # Random drops an integer's sign; a text keeps it.
+        self.random = random.Random(str(seed) if seed is not None and seed < 0 else seed)
 
     def uniform(self, index: int) -> float:
         """The number in [0, 1) that decides output token `index`. It is the same however often it is asked for, so what

@@ -52,9 +52,9 @@ class EngineLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The model's context: how many tokens it may be fed. A scored sequence may be one longer, since its last token
-        is only scored."""
-        return self.engine.scheduler.config.max_total_tokens
+        """The engine's context: how many tokens it may be fed. A scored sequence may be one longer, since its last
+        token is only scored."""
+        return self.engine.context_tokens
 
     @property
     def eot_token_id(self) -> int:

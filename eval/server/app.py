@@ -202,22 +202,16 @@ class Server:
         if self.config.max_prompt_tokens is not None and longest > self.config.max_prompt_tokens:
             message = f"the prompt has {longest} tokens: at most {self.config.max_prompt_tokens} are allowed"
             raise Refusal(400, message, "invalid_request_error", "prompt")
-        streams: list[RequestStream] = []
         try:
-            for prompt in prompts:
-                params = ask.params_within(self.engine.context_tokens - len(prompt))
-                streams += await self.thread.submit(prompt, params, f"{request_id}-{len(streams)}")
-        except BaseException as failure:
-            for stream in streams:
-                stream.close()
-            if isinstance(failure, EvalError):
-                raise Refusal(400, str(failure), "invalid_request_error") from None
-            if isinstance(failure, QueueFullError):
-                raise Refusal(429, "too many requests wait; try again", "rate_limit_error", headers=RETRY) from None
-            if isinstance(failure, StoppedError):
-                raise Refusal(503, "the server takes no more requests", "server_error", headers=RETRY) from None
-            raise
-        return streams
+            return await self.thread.submit(
+                prompts, ask.params_within(self.engine.context_tokens - longest), request_id
+            )
+        except EvalError as failure:
+            raise Refusal(400, str(failure), "invalid_request_error") from None
+        except QueueFullError:
+            raise Refusal(429, "too many requests wait; try again", "rate_limit_error", headers=RETRY) from None
+        except StoppedError:
+            raise Refusal(503, "the server takes no more requests", "server_error", headers=RETRY) from None
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         try:
@@ -285,11 +279,11 @@ class Server:
 
     async def _pieces(self, index: int, stream: RequestStream) -> AsyncIterator[Piece]:
         request = stream.request
-        text = TextStream(self.engine.tokenizer, tuple(request.params.stop))
+        text = TextStream(self.engine.tokenizer, tuple(request.params.stop), request.params.min_tokens)
         seen, first = 0, True
         async for event in stream:
-            if event.finish_reason == "error":
-                raise GenerationError(request.error or "the engine failed")
+            if event.finish_reason in ("error", "abort"):  # whoever still listens has not asked for an abort
+                raise GenerationError(request.error or "the engine stopped before the answer was whole")
             new = text.add(event.new_token_ids)
             if event.finish_reason is not None:
                 new += text.finish(completion_text(request, self.engine.tokenizer))

@@ -7,7 +7,8 @@ own event loop, so a slow client never holds up a step, and a client that is gon
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eval.engine import Engine, EvalError, SamplingParams
@@ -98,21 +99,29 @@ class EngineThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    async def submit(self, prompt: list[int], params: SamplingParams, request_id: str) -> "list[RequestStream]":
-        """The streams of the request's samples, once the engine has taken it in.
+    async def submit(
+        self, prompts: Sequence[list[int]], params: SamplingParams, request_id: str
+    ) -> "list[RequestStream]":
+        """The streams of the prompts' samples, a prompt's together, once the engine has taken in all prompts between
+        two steps; or none of them. Each prompt is a request of its own, `request_id`-0 the first.
 
-        Raises EvalError for a request that can never run, QueueFullError when too many wait, and StoppedError.
+        Raises EvalError when one can never run, QueueFullError when not all of them may wait (where nothing waits, all
+        may), and StoppedError.
         """
+        arrival = time.perf_counter()
         loop = asyncio.get_running_loop()
         accepted: asyncio.Future[list[_Subscriber]] = loop.create_future()
-        if self.waiting >= self.max_waiting:
+        new = params.n * len(prompts)
+        if self.waiting >= min(self.max_waiting, max(1, self.max_waiting - new + 1)):
             raise QueueFullError
-        self._on_their_way += params.n
-        self._post(lambda: self._add(prompt, params, request_id, loop, accepted))
+        self._on_their_way += new
+        named = {f"{request_id}-{index}": prompt for index, prompt in enumerate(prompts)}
+        self._post(lambda: self._add(named, params, arrival, loop, accepted))
         try:
             subscribers = await asyncio.shield(accepted)
         except asyncio.CancelledError:
-            self.abort(request_id)
+            for each in named:
+                self.abort(each)
             raise
         return [RequestStream(self, subscriber.request, subscriber.events) for subscriber in subscribers]
 
@@ -182,35 +191,41 @@ class EngineThread:
 
     def _add(
         self,
-        prompt: list[int],
+        prompts: Mapping[str, list[int]],
         params: SamplingParams,
-        request_id: str,
+        arrival: float,
         loop: asyncio.AbstractEventLoop,
         accepted: "asyncio.Future[list[_Subscriber]]",
     ) -> None:
-        outcome: list[_Subscriber] | EvalError | StoppedError
+        added: dict[str, list[_Subscriber]] = {}
+        refusal: EvalError | StoppedError | None = None
         try:
             if self._stopping:
                 raise StoppedError
-            self.engine.add_request(prompt, params, request_id=request_id)
-            outcome = [_Subscriber(sample, loop, asyncio.Queue()) for sample in self.engine.samples_of(request_id)]
-            self._subscribers[request_id] = dict(enumerate(outcome))
-        except (EvalError, StoppedError) as refusal:
-            outcome = refusal
+            for request_id, prompt in prompts.items():
+                self.engine.add_request(prompt, params, request_id=request_id, arrival=arrival)
+                samples = self.engine.samples_of(request_id)
+                added[request_id] = [_Subscriber(sample, loop, asyncio.Queue()) for sample in samples]
+                self._subscribers[request_id] = dict(enumerate(added[request_id]))
+        except (EvalError, StoppedError) as failure:
+            refusal = failure
+            for request_id in added:
+                self._abort(request_id)
 
         def answer() -> None:
-            self._on_their_way -= params.n
+            self._on_their_way -= params.n * len(prompts)
             if accepted.cancelled():
                 return
-            if isinstance(outcome, Exception):
-                accepted.set_exception(outcome)
+            if refusal is not None:
+                accepted.set_exception(refusal)
             else:
-                accepted.set_result(outcome)
+                accepted.set_result([subscriber for subscribers in added.values() for subscriber in subscribers])
 
         try:
             loop.call_soon_threadsafe(answer)
         except RuntimeError:
-            self._abort(request_id)
+            for request_id in added:
+                self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
         subscribers = self._subscribers.pop(request_id, {})

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eval.engine import EvalError, SamplingParams, TokenLogprobs
+from eval.server.text_stream import REPLACEMENT
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
@@ -41,6 +42,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "prompt_logprobs": (None, 0),
+    "return_tokens_as_token_ids": (None, False),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None, []),
@@ -59,6 +61,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
 }
 """Fields that are not supported, with the values that ask for nothing."""
+REFUSED_IN_COMPLETIONS = REFUSED | {"add_special_tokens": (None, True), "max_completion_tokens": (None,)}
+REFUSED_IN_CHATS = REFUSED | {"add_special_tokens": (None, False)}
 
 
 class BadRequestError(Exception):
@@ -89,7 +93,7 @@ class Ask:
 
 def read_completion(body: Any, model: str) -> Ask:
     """Raises BadRequestError, naming the field."""
-    body = _checked(body, model)
+    body = _checked(body, model, REFUSED_IN_COMPLETIONS)
     logprobs = _value(body, "logprobs", int)
     best_of = _value(body, "best_of", int)
     if best_of not in (None, _value(body, "n", int) or 1):
@@ -100,7 +104,7 @@ def read_completion(body: Any, model: str) -> Ask:
 
 def read_chat(body: Any, model: str) -> Ask:
     """Without a limit of its own, the answer may fill the context. Raises BadRequestError, naming the field."""
-    body = _checked(body, model)
+    body = _checked(body, model, REFUSED_IN_CHATS)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequestError("messages must be a list with at least one message", "messages")
@@ -115,7 +119,7 @@ def read_chat(body: Any, model: str) -> Ask:
     return replace(ask, fills_context=limit is None)
 
 
-def _checked(body: Any, model: str) -> Mapping[str, Any]:
+def _checked(body: Any, model: str, refused: Mapping[str, tuple[Any, ...]]) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     named = body.get("model")
@@ -123,7 +127,7 @@ def _checked(body: Any, model: str) -> Mapping[str, Any]:
         raise BadRequestError("model must be a name", "model")
     if named not in (None, model):
         raise BadRequestError(f"model {named[:100]!r} is not served here: this is {model}", "model")
-    for field, harmless in REFUSED.items():
+    for field, harmless in refused.items():
         if body.get(field) not in harmless:
             raise BadRequestError(f"{field} is not supported", field)
     return body
@@ -311,8 +315,10 @@ class Envelope:
         }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        """`bytes` is None for a part of a character: its text holds what stands for it, not its own bytes."""
         text = self.spell(token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        known = None if REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": finite(logprob), "bytes": known}
 
 
 def finite(logprob: float) -> float:

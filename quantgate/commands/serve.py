@@ -23,6 +23,10 @@ def serve_command(
     model_name: Annotated[str | None, typer.Option(help="Name in /v1/models; default: CKPT as given.")] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 64,
     kv_dtype: KVDtypeOption = "auto",
+    kv_cache_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Bytes for keys and values; default: 2 GiB on a CPU, 60 % of a GPU's free memory."),
+    ] = None,
     compute: ComputeOption = "auto",
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer; default: all.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longest prompt that is accepted.")] = None,
@@ -43,7 +47,13 @@ def serve_command(
     path = resolve_checkpoint(checkpoint)
     drafting = speculative_options(speculative, speculative_tokens)
     engine = Engine.from_checkpoint(
-        path, max_num_seqs=max_num_seqs, max_model_len=max_model_len, kv_dtype=kv_dtype, compute=compute, **drafting
+        path,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        kv_dtype=kv_dtype,
+        kv_cache_bytes=kv_cache_bytes,
+        compute=compute,
+        **drafting,
     )
     config = ServerConfig(
         model_name or checkpoint, api_key, max_prompt_tokens=max_prompt_tokens, max_waiting=max_waiting

@@ -47,6 +47,13 @@ def test_what_cannot_draft_is_one_line(tiny_checkpoint):
     assert re.fullmatch(r"quantgate: --speculative takes prompt-lookup or a checkpoint: no such .*\n", errors)
 
 
+def test_a_cache_too_small_for_one_block_is_one_line(tiny_checkpoint):
+    process = start(tiny_checkpoint, "--kv-cache-bytes", 10)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.fullmatch(r"quantgate: kv_cache_bytes is 10: one KV block of this model takes .*\n", errors)
+
+
 @pytest.mark.parametrize("port", ["-1", "99999"])
 def test_a_port_that_is_none_is_a_usage_error(tiny_checkpoint, port):
     process = start(tiny_checkpoint, "--port", port)

@@ -173,6 +173,7 @@ def test_progress_counts_finished_requests(engine):
     [
         ("", SamplingParams(), "no tokens"),
         ([1, 500], SamplingParams(), "vocabulary is 0 to 127"),
+        ("grüße", SamplingParams(), "vocabulary is 0 to 127"),
         ("hello", SamplingParams(max_tokens=200), "5 prompt tokens and max_tokens=200 exceed the context of 128"),
         ("hello", SamplingParams(stop_token_ids=(500,)), "outside the vocabulary of 128"),
     ],
@@ -182,6 +183,16 @@ def test_request_that_can_never_run_is_refused_at_once(engine, prompt, params, m
         engine.generate(["fine", prompt], [SamplingParams(), params])
     assert not engine.has_unfinished()
     assert engine.pool.num_used == 0
+
+
+def test_the_context_is_what_the_cache_holds_where_that_is_less(tiny_model):
+    small = Engine(tiny_model("llama"), None, EngineConfig(block_size=4, num_blocks=10))
+    assert small.context_tokens == 40
+    [filled] = small.generate([[5, 6, 7]], SamplingParams(max_tokens=37))
+    assert len(filled.token_ids) == 37
+    with pytest.raises(EvalError, match="the cache has 10: raise kv_cache_bytes"):
+        small.generate([[5, 6, 7]], SamplingParams(max_tokens=100))
+    assert Engine(tiny_model("llama"), None, EngineConfig(block_size=4, num_blocks=100)).context_tokens == 128
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import LlamaForCausalLM
 
+from eval.engine.engine import Engine
 from eval.errors import EvalError
 from eval.quality.lm_eval_adapter import EngineLM
 
@@ -141,3 +142,10 @@ def test_choices_of_one_question_find_its_context_in_the_prefix_cache(tiny_lm: E
     assert any((step.reuse_rate or 0) > 0.5 for step in tiny_lm.engine.telemetry.steps)
     again = tiny_lm.loglikelihood(requests)
     assert [score for score, _ in again] == pytest.approx([score for score, _ in together], abs=1e-3)
+
+
+def test_a_cache_smaller_than_the_context_makes_the_windows_shorter(tiny_checkpoint: Path) -> None:
+    small = EngineLM(Engine.from_checkpoint(tiny_checkpoint, num_blocks=4))
+    assert small.max_length == 64
+    (total,) = small.loglikelihood_rolling(_requests("loglikelihood_rolling", ("Names refer to objects. " * 40,)))
+    assert total < 0

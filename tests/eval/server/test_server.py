@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 
 import httpx
 import openai
@@ -16,7 +17,7 @@ import uvicorn
 
 from eval.engine import Engine, SamplingParams
 from eval.server.app import ServerConfig, create_app
-from eval.server.engine_thread import EngineThread, StoppedError
+from eval.server.engine_thread import EngineThread, QueueFullError, StoppedError
 from eval.server.protocol import SAMPLING
 from eval.server.text_stream import TextStream
 
@@ -403,8 +404,113 @@ def test_a_stream_that_fails_midway_ends_with_an_error(tiny_checkpoint, monkeypa
 
 
 def test_a_stopped_engine_says_so_and_does_not_blame_the_request(engine):
-    thread = EngineThread(engine, 1, lambda requests, steps: None)
+    thread = EngineThread(engine, 1, lambda *_: None)
     thread.start()
     thread.stop()
     with pytest.raises(StoppedError):
-        asyncio.run(thread.submit([5], SamplingParams(), "late"))
+        asyncio.run(thread.submit([[5]], SamplingParams(), "late"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_dies_midway_is_an_error_and_no_short_answer(tiny_checkpoint, stream):
+    engine = Engine.from_checkpoint(tiny_checkpoint, num_blocks=40)
+    step, steps = engine.step, count()
+
+    def dying():
+        if next(steps) == 3:
+            raise RuntimeError("gone")
+        return step()
+
+    engine.step = dying
+    body = {"prompt": [5, 6], "max_tokens": 50, "ignore_eos": True, "stream": stream}
+    with served(engine) as address:
+        answer = httpx.post(f"{address}/v1/completions", json=body)
+    assert answer.status_code == (200 if stream else 500)
+    last = json.loads(answer.text.strip().split("\n")[-1].removeprefix("data: "))
+    assert last["error"]["message"] == "the engine stopped before the answer was whole"
+    assert "abort" not in answer.text
+
+
+def test_an_answer_may_fill_a_cache_that_is_smaller_than_the_context(tiny_checkpoint):
+    with served(Engine.from_checkpoint(tiny_checkpoint, num_blocks=6)) as address:
+        [model] = httpx.get(f"{address}/v1/models").json()["data"]
+        body = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}
+        answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60)
+        refused = httpx.post(f"{address}/v1/completions", json={"prompt": [5], "max_tokens": 200})
+    assert model["max_model_len"] == 96
+    assert answer.json()["usage"]["total_tokens"] == 96
+    assert refused.status_code == 400
+    assert "raise kv_cache_bytes" in refused.json()["error"]["message"]
+
+
+def plans_of(engine: Engine) -> list[int]:
+    """How many prompts each step of the engine computes, from now on."""
+    prompts, execute = [], engine._runner.execute
+
+    def spy(plan):
+        prompts.append(len(plan.prefills))
+        return execute(plan)
+
+    engine._runner.execute = spy
+    return prompts
+
+
+def test_the_prompts_of_a_request_enter_together_or_not_at_all(tiny_checkpoint):
+    engine = Engine.from_checkpoint(tiny_checkpoint, num_blocks=40)
+    prompts = plans_of(engine)
+    with served(engine) as address:
+        where = f"{address}/v1/completions"
+        refused = httpx.post(where, json={"prompt": [[5], [6] * 600], "max_tokens": 1})
+        assert refused.status_code == 400
+        assert prompts == []
+        assert httpx.post(where, json={"prompt": [[5], [6], [7, 8], [9]], "max_tokens": 1}).status_code == 200
+    assert prompts == [4]
+
+
+def test_prompts_that_cannot_all_wait_are_refused_together(tiny_checkpoint):
+    engine = Engine.from_checkpoint(tiny_checkpoint, num_blocks=40)
+
+    async def crowd() -> None:
+        thread = EngineThread(engine, 3, lambda *_: None)
+        params = SamplingParams(max_tokens=1)
+        first = asyncio.create_task(thread.submit([[5], [6]], params, "first"))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError):
+            await thread.submit([[7], [8]], params, "second")
+        third = asyncio.create_task(thread.submit([[7]], params, "third"))
+        await asyncio.sleep(0)
+        thread.start()
+        assert [len(streams) for streams in await asyncio.gather(first, third)] == [2, 1]
+        await asyncio.to_thread(thread.stop)
+
+    asyncio.run(crowd())
+    assert not engine.has_unfinished()
+
+
+def test_a_request_arrives_when_it_is_submitted_and_not_when_the_running_step_ends(tiny_checkpoint):
+    engine = Engine.from_checkpoint(tiny_checkpoint, num_blocks=40)
+    step, begun, held = engine.step, threading.Event(), threading.Event()
+
+    def holding():
+        begun.set()
+        held.wait(20)
+        return step()
+
+    engine.step = holding
+
+    async def submitted() -> tuple[float, float]:
+        thread = EngineThread(engine, 9, lambda *_: None)
+        thread.start()
+        await thread.submit([[5]], SamplingParams(), "first")
+        await asyncio.to_thread(begun.wait, 20)
+        late = asyncio.create_task(thread.submit([[6]], SamplingParams(), "late"))
+        await asyncio.sleep(0)
+        released = time.perf_counter()
+        held.set()
+        [stream] = await late
+        await asyncio.to_thread(thread.stop)
+        return stream.request.arrival, released
+
+    arrival, released = asyncio.run(submitted())
+    assert arrival < released
