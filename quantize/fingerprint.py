@@ -15,7 +15,7 @@ from quantize.calibration import Calibration
 from quantize.checkpoint import Checkpoint
 from quantize.errors import QuantizeError
 from quantize.manifest import MANIFEST, Manifest
-from quantize.native_build import native_compiler
+from quantize.native_build import native_build
 from quantize.recipe import Recipe
 
 REVISION = 8
@@ -42,7 +42,7 @@ def fingerprint(
         "calibration": calibration.digest if calibration else None,
         "versions": versions(),
         "device": device.type,
-        "native": native_compiler(),
+        "native": native_build(),
         "library": list(library),
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=False).encode()).hexdigest()

@@ -45,9 +45,15 @@ def load_native(source: Path) -> ctypes.CDLL | None:
         return None
 
 
+def native_build() -> str | None:
+    """What native code is built with, and whether for AVX2 alone. None: there is none, and other kernels run, with
+    other times and roundings; so it belongs to what a result depends on."""
+    compiler = native_compiler()
+    return f"{compiler} for avx2" if compiler and avx2_is_enough() else compiler
+
+
 def native_compiler() -> str | None:
-    """The compiler that native code is built with. None: there is none, or `QUANTGATE_NATIVE=0` turns native code off;
-    then other kernels run, with other times and roundings, so it belongs to what a result depends on."""
+    """The compiler of native code. None: there is none, or `QUANTGATE_NATIVE=0` turns native code off."""
     if os.environ.get("QUANTGATE_NATIVE") == "0":
         return None
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")

@@ -28,11 +28,9 @@ def load_tokenizer(checkpoint: Path) -> Any:
 def encode(prompt: Prompt, tokenizer: Any, vocab_size: int) -> list[int]:
     """Token ids of a prompt; text gets the special tokens that the tokenizer adds. Raises EvalError for an id outside
     the vocabulary, which would end the whole batch."""
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise EvalError("this engine has no tokenizer: give token ids instead of text")
-        prompt = tokenizer(prompt)["input_ids"]
-    token_ids = list(prompt)
+    if isinstance(prompt, str) and tokenizer is None:
+        raise EvalError("this engine has no tokenizer: give token ids instead of text")
+    token_ids: list[int] = list(tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise EvalError(
             f"the prompt has token ids from {min(token_ids)} to {max(token_ids)}: "

@@ -28,7 +28,7 @@ from eval.quality.result import BATCHES, QUALITY, SAMPLES, QualityResult, flat_m
 from eval.quality.samples import Sample, write_samples
 from quantize.atomic import atomic_directory
 from quantize.checkpoint import Checkpoint
-from quantize.native_build import native_compiler
+from quantize.native_build import native_build
 from quantize.progress import Progress, silent
 from tasks.documents import Corpus, corpus_names, load_corpus, resolve_name
 from tasks.errors import TaskError
@@ -144,7 +144,7 @@ def _key(checkpoint: Path, tasks: Mapping[str, Any], options: Mapping[str, Any],
     content = {
         "checkpoint": Checkpoint.open(checkpoint).content_digest(),
         "tasks": tasks,
-        "engine": {**options, "fingerprint": engine_fingerprint(), "native": native_compiler()},
+        "engine": {**options, "fingerprint": engine_fingerprint(), "native": native_build()},
         "libraries": {name: version(name) for name in ("torch", "transformers")},
         "chat_template_applied": chat_template,
     }

@@ -20,7 +20,7 @@ import torch
 
 from quantize.atomic import write_atomically
 from quantize.home import home
-from quantize.native_build import native_compiler
+from quantize.native_build import native_build
 
 INSTRUCTION_SETS = {
     "AVX2": ("avx2",),
@@ -149,7 +149,7 @@ def describe_machine() -> Machine:
         available_bytes=psutil.virtual_memory().available,
         read_bandwidth=read_bandwidth(),
         gpus=_gpus(),
-        compiler=native_compiler(),
+        compiler=native_build(),
         torch=torch.__version__,
         foreign_cores=round(foreign_cores_now(), 3),
     )

@@ -78,3 +78,13 @@ def test_no_compiler_is_one_warning(tmp_path, monkeypatch):
 def test_switch_turns_the_kernels_off(tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTGATE_NATIVE", "0")
     assert load_native(source(tmp_path, 'extern "C" int answer() { return 42; }')) is None
+
+
+def test_results_tell_avx2_from_the_widest(monkeypatch):
+    monkeypatch.delenv("QUANTGATE_NATIVE", raising=False)
+    widest = native_build.native_build()
+    monkeypatch.setenv("QUANTGATE_NATIVE", "avx2")
+    assert (widest is None) == (native_build.native_build() is None)
+    assert widest is None or native_build.native_build() == f"{widest} for avx2"
+    monkeypatch.setenv("QUANTGATE_NATIVE", "0")
+    assert native_build.native_build() is None
